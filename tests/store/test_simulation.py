@@ -1,20 +1,26 @@
-"""A store's lives on a simulated disk: nothing is found, and what is planted is."""
+"""A store's lives on a simulated disk, alone and under many threads: nothing is found, and what is planted is."""
 
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from encrypted_stores import KINDS
-from simulation import simulate
+from house import House
+from simulate import simulate
 
-from towerd.store import Store
+from towerd.sessions.recorder import TurnRecorder
+from towerd.store import Store, Turn
 from towerd.store.catalog import database
 from towerd.store.files import durable
+from towerd.store.rows.rows import RowStore
+from towerd.store.state.state import StoreState
+from towerd.tiers.manager import Tiers
 from towerd.tiers.ranking import Ranking
 
 SEEDS = 50
@@ -34,6 +40,27 @@ def test_a_seed_is_the_same_again() -> None:
     first, again = simulate(3)[1], simulate(3)[1]
     assert first == again
     assert len(first) > 20
+
+
+def test_nothing_is_found_among_threads() -> None:
+    """Tiers, recorder and several clients at once, in whatever order, on a slow, full or failing disk."""
+    for seed in range(SEEDS):
+        failure, _ = simulate(seed, kind=House)
+        assert failure is None, failure.text()
+
+
+def test_threads_have_their_turns_in_the_same_order_again() -> None:
+    def lived(seed: int, folder: Path) -> House:
+        houses.append(House(seed, folder))
+        return houses[-1]
+
+    houses: list[House] = []
+    for _ in range(2):
+        assert simulate(2, kind=lived)[0] is None
+    first, again = houses
+    assert first.operations == again.operations
+    assert first.turns == again.turns
+    assert len(set(first.turns)) > 5
 
 
 def no_sync_of_segments(patch: pytest.MonkeyPatch) -> None:
@@ -120,6 +147,104 @@ PLANTED = (
     turn_before_its_commit,
     deletion_in_idle_time,
 )
+
+
+def preempted_job(patch: pytest.MonkeyPatch) -> None:
+    """Which segments a new file is for is asked before it is written, and not again."""
+    real: Callable[..., Any] = RowStore.write_draft
+
+    def write_draft(self: RowStore, draft: Any, targets: Callable[[], Any], *rest: Any) -> Any:
+        taken = targets()
+        return real(self, draft, lambda: taken, *rest)
+
+    patch.setattr(RowStore, "write_draft", write_draft)
+
+
+def no_lock_around_a_split(patch: pytest.MonkeyPatch) -> None:
+    """A turn grows the tree without the store's lock."""
+    own = threading.local()
+    locked: Callable[..., Any] = StoreState.locked
+    commit: Callable[..., Any] = Store.commit_turn
+
+    @contextmanager
+    def locked_but_for_turns(self: StoreState) -> Iterator[None]:
+        if getattr(own, "is_turn", False):
+            yield
+        else:
+            with locked(self):
+                yield
+
+    def commit_turn(self: Store, turn: Turn) -> Any:
+        own.is_turn = True
+        try:
+            return commit(self, turn)
+        finally:
+            own.is_turn = False
+
+    patch.setattr(StoreState, "locked", locked_but_for_turns)
+    patch.setattr(Store, "commit_turn", commit_turn)
+
+
+class ForgetfulEvent:
+    """An event that knows nothing of having been set, so that who waits too late waits for ever."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+
+    def set(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        with self._changed:
+            return self._changed.wait(timeout)
+
+
+def lost_wake_up(patch: pytest.MonkeyPatch) -> None:
+    """The tiers may have flushed before who asked for it waits."""
+    flush: Callable[..., None] = Tiers.flush
+
+    def flushed(self: Tiers, timeout_s: float | None = None) -> None:
+        with pytest.MonkeyPatch.context() as forgetful:
+            forgetful.setattr(threading, "Event", ForgetfulEvent)
+            flush(self, timeout_s)
+
+    patch.setattr(Tiers, "flush", flushed)
+
+
+def turn_left_to_another_thread(patch: pytest.MonkeyPatch) -> None:
+    """A turn is acknowledged before it is durable."""
+    record: Callable[..., Any] = TurnRecorder.record
+
+    async def record_soon(self: TurnRecorder, turn: Turn, *, answered: bool = True) -> str:
+        def work() -> None:
+            with suppress(StopIteration):
+                record(self, turn, answered=answered).send(None)
+
+        threading.Thread(target=work, name="soon").start()
+        return turn.session or ""
+
+    patch.setattr(TurnRecorder, "record", record_soon)
+
+
+PLANTED_AMONG_THREADS = (
+    preempted_job,
+    no_lock_around_a_split,
+    lost_wake_up,
+    turn_left_to_another_thread,
+)
+
+
+@pytest.mark.parametrize("plant", PLANTED_AMONG_THREADS, ids=lambda plant: plant.__name__)
+def test_faults_planted_among_threads_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each within the seeds, with the names of the threads in what it did last."""
+    plant(monkeypatch)
+    found = (simulate(seed, kind=House)[0] for seed in range(PLANTED_SEEDS))
+    failure = next((each for each in found if each is not None), None)
+    assert failure is not None
+    assert f"make simulate SEED={failure.seed}" in failure.text()
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)

@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 import pytest
 from encrypted_stores import chain_of, encrypt
+from simulate import simulate
 from simulated_disk import SimulatedDisk, calls_to
 from simulated_sqlite import sqlite_on
-from simulation import simulate
 from store_tools import ROW_IDENTITY, check_rows, make_hot, turn_of
 from ten_sessions import DATABASE, WAL, flip, remove
 

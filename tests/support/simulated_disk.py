@@ -109,6 +109,9 @@ class SimulatedDisk:
         """Whether a path is on this disk, and has to survive."""
         return not str(path).endswith(_NOT_KEPT) and self.root in Path(path).parents
 
+    def begin(self) -> None:
+        """A file or name on this disk is asked for: here other threads may come first."""
+
     def change(self, what: str, path: Any, *, needs_room: bool = False) -> None:
         """Count a change that is about to happen. Raises PowerLost, or OSError of a full disk."""
         if self.is_off or self.n_changes + 1 == self.cut_at:
@@ -173,6 +176,8 @@ class SimulatedDisk:
     def descriptor(self, path: Any, flags: int, mode: int, dir_fd: int | None) -> int:
         """As `os.open`."""
         path = Path(path)
+        if self.has(path):
+            self.begin()
         is_new = self.has(path) and flags & os.O_CREAT and not path.exists()
         if is_new:
             self.change("create", path, needs_room=True)
@@ -193,6 +198,7 @@ class SimulatedDisk:
         """As `os.write`, or `os.pwrite` at an offset."""
         file, data = self._open.get(fd), bytes(data)
         if isinstance(file, DiskFile):
+            self.begin()
             self.change("write", f"{len(data)} bytes", needs_room=True)
             if at is None:
                 is_end = _fcntl_append(fd)
@@ -208,6 +214,7 @@ class SimulatedDisk:
         """As `os.ftruncate`; `grows`: as `os.posix_fallocate`, which never shortens."""
         file = self._open.get(fd)
         if isinstance(file, DiskFile):
+            self.begin()
             self.change("resize to", str(n_bytes), needs_room=grows)
             if not grows or n_bytes > os.fstat(fd).st_size:
                 file.unsynced.append(Write(n_bytes, None))
@@ -217,9 +224,11 @@ class SimulatedDisk:
         """As `os.fsync`."""
         what = self._open.get(fd)
         if isinstance(what, DiskFile):
+            self.begin()
             self.change("sync", "file")
             what.sync()
         elif what is not None and (what == self.root or self.has(what)):
+            self.begin()
             self.change("sync folder", what)
             self.sync_folder(what)
 
@@ -229,6 +238,7 @@ class SimulatedDisk:
         if not self.has(new):
             _REAL[how](old, new)
             return
+        self.begin()
         self.change(how, new)
         _REAL[how](old, new)
         self.moved(old, new)
@@ -236,6 +246,8 @@ class SimulatedDisk:
     def unlinked(self, path: Any) -> None:
         """As `os.unlink`."""
         path = Path(path)
+        if self.has(path):
+            self.begin()
         is_there = self.has(path) and os.path.lexists(path)
         if is_there:
             self.change("remove", path)
@@ -246,6 +258,8 @@ class SimulatedDisk:
     def folder_made(self, path: Any, mode: int) -> None:
         """As `os.mkdir`."""
         path = Path(path)
+        if self.has(path):
+            self.begin()
         is_new = self.has(path) and not path.exists()
         if is_new:
             self.change("mkdir", path, needs_room=True)

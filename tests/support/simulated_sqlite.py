@@ -1,14 +1,19 @@
-"""SQLite's files on a simulated disk: its own VFS, of which four functions are exchanged."""
+"""SQLite's files on a simulated disk: its own VFS, of which five functions are exchanged."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sqlite3
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from simulated_disk import PowerLost, SimulatedDisk, Write
 
@@ -21,6 +26,9 @@ _Delete = ctypes.CFUNCTYPE(_I, _P, _P, _I)
 _WriteAt = ctypes.CFUNCTYPE(_I, _P, _P, _I, ctypes.c_int64)
 _Truncate = ctypes.CFUNCTYPE(_I, _P, ctypes.c_int64)
 _Sync = ctypes.CFUNCTYPE(_I, _P, _I)
+_Sleep = ctypes.CFUNCTYPE(_I, _P, _I)
+_XSLEEP = 7
+"""Its place among the `others`."""
 _XWRITE, _XTRUNCATE, _XSYNC = 2, 3, 4
 _METHODS = 18
 
@@ -63,10 +71,13 @@ class SqliteFiles:
         self._vfs = _Vfs()
         ctypes.memmove(ctypes.byref(self._vfs), found, ctypes.sizeof(_Vfs))
         opened, deleted = _Open(self._open), _Delete(self._delete)
-        self._kept: list[object] = [opened, deleted]
+        self._real_sleep = _Sleep(found.contents.others[_XSLEEP])
+        slept = _Sleep(self._sleep)
+        self._kept: list[object] = [opened, deleted, slept]
         self._vfs.zName = b"simulated"
         self._vfs.xOpen = ctypes.cast(opened, _P).value
         self._vfs.xDelete = ctypes.cast(deleted, _P).value
+        self._vfs.others[_XSLEEP] = ctypes.cast(slept, _P).value
         assert library.sqlite3_vfs_register(ctypes.byref(self._vfs), 1) == _OK
 
     def _guarded(self, call: Callable[[SimulatedDisk], int]) -> int:
@@ -74,11 +85,20 @@ class SqliteFiles:
         if self.disk is None:  # what a power cut left is freed when its disk is gone
             return _IOERR
         try:
+            self.disk.begin()
             return call(self.disk)
         except PowerLost:
             return _IOERR
         except OSError:
             return _FULL
+
+    def _sleep(self, vfs: int, n_us: int) -> int:
+        """Wait for another connection's lock."""
+        if self.disk is None:
+            return int(self._real_sleep(vfs, n_us))
+        with suppress(PowerLost):
+            time.sleep(n_us / 1e6)
+        return n_us
 
     def _open(self, vfs: int, name: int | None, file: int, flags: int, out: int | None) -> int:
         path = Path(os.fsdecode(ctypes.string_at(name))) if name else None
@@ -178,6 +198,39 @@ class SqliteFiles:
             return code
 
         return self._guarded(deleted)
+
+
+class OneThreadsConnection(sqlite3.Connection):
+    """A connection that no two threads may use at once: SQLite would have the second one wait, whoever is to run."""
+
+    user: int | None = None
+
+    def execute(self, *what: Any) -> sqlite3.Cursor:
+        """See `sqlite3.Connection.execute`. Raises AssertionError."""
+        with self._used():
+            return super().execute(*what)
+
+    def executemany(self, *what: Any) -> sqlite3.Cursor:
+        """See `sqlite3.Connection.executemany`. Raises AssertionError."""
+        with self._used():
+            return super().executemany(*what)
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        before, me = self.user, threading.get_ident()
+        assert before in (None, me), "two threads use one connection"
+        self.user = me
+        try:
+            yield
+        finally:
+            self.user = before
+
+
+@contextmanager
+def connections_guarded() -> Iterator[None]:
+    """What connects to a database has such a connection, inside the block."""
+    with patch("sqlite3.connect", partial(sqlite3.connect, factory=OneThreadsConnection)):
+        yield
 
 
 _registered: dict[str | None, SqliteFiles] = {}

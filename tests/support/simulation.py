@@ -1,21 +1,11 @@
-"""A store's lives on a simulated disk, all drawn from one seed, and what it must then have.
-
-PYTHONHASHSEED=0 python tests/support/simulation.py --seeds 50
-PYTHONHASHSEED=0 python tests/support/simulation.py --seed 17
-"""
+"""A store's lives on a simulated disk, all drawn from one seed, and what it must then have."""
 
 from __future__ import annotations
 
-import argparse
-import gc
 import json
-import logging
 import random
 import secrets
-import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -41,8 +31,6 @@ from towerd.tokens import Ids
 
 LIVES = 4
 STEPS_MAX = 14
-LAST_OPERATIONS = 25
-"""The number of operations that a failure prints."""
 SCOPE = "local"
 _LOST = "has no tokens"
 Tokens = tuple[int, ...]
@@ -73,23 +61,6 @@ class Acknowledged:
         every |= {("title", id): title for id, title in self.titles.items()}
         every |= {("response", id): kept for id, kept in self.responses.items()}
         return every | {("base", name): ids for name, ids in self.bases.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What a seed has found."""
-
-    seed: int
-    error: str
-    operations: list[str]
-
-    def text(self) -> str:
-        """The last operations, the error, and how to run it again."""
-        last = "\n".join(f"  {each}" for each in self.operations[-LAST_OPERATIONS:])
-        again = f"make simulate SEED={self.seed}"
-        return (
-            f"seed {self.seed} failed; its last operations:\n{last}\n{self.error}\nagain: {again}"
-        )
 
 
 class Simulation:
@@ -132,7 +103,7 @@ class Simulation:
         for life in range(LIVES):
             cut_at = self.rng.choice((None, self.rng.randint(1, 90), self.rng.randint(60, 400)))
             self.disk = disk = SimulatedDisk(root, cut_at)
-            with _edges(disk, self.rng, self.clock):
+            with edges_on(disk, self.rng, self.clock):
                 self._live()
             self.operations += [f"life {life}: {each}" for each in disk.trace[-6:]]
             self.operations.append(f"life {life} ends: {'power cut' if disk.is_off else 'stop'}")
@@ -140,7 +111,7 @@ class Simulation:
             disk.after_cut(root, self.rng)
             self._damage(root, disk.is_off)
         self.disk = SimulatedDisk(root, None)
-        with _edges(self.disk, self.rng, self.clock), self._opened() as store:
+        with edges_on(self.disk, self.rng, self.clock), self._opened() as store:
             self._check(store)
 
     def _damage(self, root: Path, is_cut: bool) -> None:
@@ -244,9 +215,9 @@ class Simulation:
 
     def _refused(self, store: Store) -> None:
         """The store says no and is as it was; rows may have gone, as before a rewrite."""
-        assert _found(store).said() == self.known.said()
+        assert found_in(store).said() == self.known.said()
         self.known = deepcopy(self.known)
-        self.known.written &= _found(store).written
+        self.known.written &= found_in(store).written
         self.possible = [self.known]
 
     # --- what a store is asked for --------------------------------------------------------
@@ -286,7 +257,7 @@ class Simulation:
             if node.file is not None or (run and run[0].scope != node.scope):
                 break
             run.insert(0, node)
-        after.written |= {_ids(node) for node in run}
+        after.written |= {path_ids(node) for node in run}
 
         def write() -> None:
             make_hot(store, end)
@@ -305,7 +276,7 @@ class Simulation:
         def reencode() -> None:
             with suppress(*self._damage_errors()):
                 store.rows.reencode(file, [request])
-            after.written &= _found(store).written if self.is_flipped else after.written
+            after.written &= found_in(store).written if self.is_flipped else after.written
 
         return reencode
 
@@ -317,9 +288,9 @@ class Simulation:
         if node is None:
             return None
         if node in store.pins.listing():
-            after.pins.discard(_ids(node))
+            after.pins.discard(path_ids(node))
             return lambda: store.pins.remove(node.id)
-        after.pins.add(_ids(node))
+        after.pins.add(path_ids(node))
         return lambda: store.pins.add(node.id)
 
     def _base(self, store: Store, after: Acknowledged) -> Callable[[], object]:
@@ -354,7 +325,7 @@ class Simulation:
 
         def freeze_it() -> None:
             with suppress(*((TokensLost,) if self.has_lost_turns else ())):
-                freeze(store, _codec(), name, form="packed")
+                freeze(store, codec(), name, form="packed")
 
         return self._without_rows(store, after, freeze_it)
 
@@ -362,7 +333,7 @@ class Simulation:
         if not self.known.sessions:
             return None
         name = self.rng.choice(sorted(self.known.sessions))
-        return lambda: thaw(store, _codec(), name)
+        return lambda: thaw(store, codec(), name)
 
     def _respond(self, store: Store, after: Acknowledged) -> Callable[[], object] | None:
         """A response that continues another one, or none."""
@@ -403,7 +374,7 @@ class Simulation:
 
         def act() -> None:
             action()
-            after.written = written & _found(store).written
+            after.written = written & found_in(store).written
 
         return act
 
@@ -411,7 +382,7 @@ class Simulation:
         self.known = deepcopy(self.known)
         n_bytes, written = self.rng.randint(1, 4000), self.known.written
         files = self.ranking.warm_victims(n_bytes, lambda file: True)
-        gone = {_ids(node) for file in files for node in store.viewers(file)}
+        gone = {path_ids(node) for file in files for node in store.viewers(file)}
         after.written = self.known.written = written - gone
 
         def evict() -> None:
@@ -437,7 +408,7 @@ class Simulation:
         if self.is_torn:
             self.has_lost_turns = True
             _delete_lost(store)
-        found = _found(store)
+        found = found_in(store)
         candidates = [each for each in self.possible if each.said() == found.said()]
         if self.is_torn:
             if not candidates:
@@ -449,7 +420,7 @@ class Simulation:
             with suppress(*self._damage_errors()):
                 check_rows(store, node)
         if self.is_flipped:
-            found = _found(store)
+            found = found_in(store)
         else:
             lost = [each.written - found.written for each in candidates]
             assert not all(lost), f"rows that were written are gone: {lost}"
@@ -476,7 +447,7 @@ class Simulation:
             assert now.get(what) in past, f"{what}: found {now.get(what)}, acknowledged {past}"
 
 
-def _ids(node: Node) -> Tokens:
+def path_ids(node: Node) -> Tokens:
     return tuple(node.prefix_ids().tolist())
 
 
@@ -490,7 +461,7 @@ def _delete_lost(store: Store) -> None:
 
 
 @cache
-def _codec() -> Codec:
+def codec() -> Codec:
     return Codec(KeptVocabulary([b"a", b"b", b"c"], [b""] * 3))
 
 
@@ -498,20 +469,20 @@ def _ids_of_session(store: Store, id: str) -> Ids:
     try:
         return store.session_ids(id)
     except SessionFrozen:
-        history = cold_history(store, _codec(), id)
+        history = cold_history(store, codec(), id)
         assert history is not None
         return history.ids(history.leaf)
 
 
-def _found(store: Store) -> Acknowledged:
+def found_in(store: Store) -> Acknowledged:
     """What a store says that it has."""
     infos = store.sessions()
     return Acknowledged(
         {info.id: tuple(_ids_of_session(store, info.id).tolist()) for info in infos},
         {info.id: info.title for info in infos},
-        {_ids(node) for node in store.pins.listing()},
-        {base.name: _ids(store.node(base.node)) for base in store.bases.listing()},
-        {_ids(node) for node in store.nodes() if node.file is not None},
+        {path_ids(node) for node in store.pins.listing()},
+        {base.name: path_ids(store.node(base.node)) for base in store.bases.listing()},
+        {path_ids(node) for node in store.nodes() if node.file is not None},
         dict(_responses(store)),
     )
 
@@ -527,7 +498,7 @@ def _responses(store: Store) -> Iterator[tuple[str, tuple[str, Items]]]:
 
 
 @contextmanager
-def _edges(disk: SimulatedDisk, rng: random.Random, clock: Callable[[], float]) -> Iterator[None]:
+def edges_on(disk: SimulatedDisk, rng: random.Random, clock: Callable[[], float]) -> Iterator[None]:
     """Files, SQLite's files, the clock and random names are the simulation's, inside the block."""
     with (
         calls_to(disk),
@@ -539,49 +510,3 @@ def _edges(disk: SimulatedDisk, rng: random.Random, clock: Callable[[], float]) 
         patch.object(secrets, "token_bytes", rng.randbytes),
     ):
         yield
-
-
-def simulate(
-    seed: int, prepare: Callable[[Path], None] = lambda root: None
-) -> tuple[Failure | None, list[str]]:
-    """What a seed finds, and its operations. prepare: see `Simulation.run`"""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as made:
-        simulation = Simulation(seed, Path(made))
-        level = logging.root.manager.disable
-        logging.disable(logging.CRITICAL)  # recoveries are expected
-        # what an earlier seed left would be freed at any moment of this one, and files closed by that
-        gc.collect()
-        gc.disable()
-        try:
-            simulation.run(prepare)
-        except Exception:
-            error = traceback.format_exc(limit=-6)
-            trace = simulation.disk.trace[-10:]
-            return Failure(seed, error, [*simulation.operations, *trace]), simulation.operations
-        finally:
-            gc.enable()
-            logging.disable(level)
-        return None, simulation.operations
-
-
-def main() -> int:
-    """Run the seeds; the exit code is 1 if one failed."""
-    parser = argparse.ArgumentParser(description="Simulate a store on a disk that fails.")
-    parser.add_argument("--seeds", type=int, default=50, help="how many, from 0 (50)")
-    parser.add_argument("--seed", type=int, help="one alone, again")
-    args = parser.parse_args()
-    seeds = range(args.seeds) if args.seed is None else [args.seed]
-    for seed in seeds:
-        failure, operations = simulate(seed)
-        if failure is not None:
-            print(failure.text())
-            return 1
-        if args.seed is not None:
-            print("\n".join(operations))
-    print(f"{len(seeds)} seeds, nothing found")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,223 @@
+"""A store, its tiers and its recorder under several clients at once, on a simulated disk, clock and scheduler."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from house_client import NO_LIMIT, Client
+from scheduler import Scheduler
+from simulated_disk import PowerLost, SimulatedDisk
+from simulated_sqlite import connections_guarded
+from simulated_threads import threads_on
+from simulation import codec, edges_on, found_in
+from store_tools import LAYOUT, ROW_IDENTITY, check_rows
+from told import Told
+
+from towerd.errors import StoreError
+from towerd.policy import NAMES
+from towerd.sessions.recorder import TurnRecorder
+from towerd.sessions.traffic import Traffic
+from towerd.store import Store
+from towerd.tiers.formats.fidelity import LevelFormats
+from towerd.tiers.manager import Tiers
+
+LIVES = 3
+_WARM_BYTES = (40_000, 120_000, NO_LIMIT)
+_HOT_BYTES = (20_000, 60_000, NO_LIMIT)
+_FORMATS = ("q4h", "q6", "q8")
+_SLOW_S = (1e-3, 0.1, 40.0)
+
+
+class BusyDisk(SimulatedDisk):
+    """A disk that several threads use, slow now and then; a power cut ends all of them."""
+
+    def __init__(
+        self, root: Path, cut_at: int | None, scheduler: Scheduler, rng: random.Random
+    ) -> None:
+        super().__init__(root, cut_at)
+        self._scheduler, self._rng = scheduler, rng
+        self._slow = rng.choice((0.0, 0.02, 0.2))
+        self.n_refused = 0
+        """How much room was refused so far."""
+        self.full_left = 0
+        """It is full for so many changes that need room."""
+
+    def begin(self) -> None:
+        """Others may run meanwhile. Raises PowerLost."""
+        if self._rng.random() < self._slow:
+            self._scheduler.block(self._rng.choice(_SLOW_S))
+        else:
+            self._scheduler.point()
+
+    def change(self, what: str, path: Any, *, needs_room: bool = False) -> None:
+        """See SimulatedDisk.change."""
+        if needs_room:
+            self.is_full = self.full_left > 0
+            self.full_left = max(0, self.full_left - 1)
+            self.n_refused += self.is_full
+        try:
+            super().change(f"{what}, {self._scheduler.running.name}:", path, needs_room=needs_room)
+        except PowerLost as lost:
+            self._scheduler.end(lost)
+            raise
+
+
+class House:
+    """The lives of one store with all that works on it. Each ends with a power cut or a clean stop."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.rng = random.Random(f"house {seed}")
+        self._jumps = random.Random(f"clock {seed}")
+        self.seed, self.folder = seed, folder
+        self.now = 1e9
+        self.told = Told()
+        self.operations: list[str] = []
+        self.turns: list[str] = []
+        """The threads in the order in which they ran."""
+        self.policy = self.rng.choice(sorted(NAMES))
+        self.form = self.rng.choice(_FORMATS)
+        self.n_deletions = 0
+        codec()
+
+    def clock(self) -> float:
+        """Seconds, which may jump either way."""
+        self.now += self._jumps.choice((0.0, 1e-3, 1.0, 60.0, 700.0, 1e6, -3600.0))
+        return self.now
+
+    def run(self, prepare: Callable[[Path], None]) -> None:
+        """Live and check. prepare: called with the store's directory. Raises AssertionError, or whatever a thread
+        should not raise."""
+        root = self.folder / "0"
+        root.mkdir()
+        prepare(root)
+        for life in range(LIVES + 1):
+            is_last = life == LIVES
+            cut_at = (
+                None
+                if is_last
+                else self.rng.choice((None, self.rng.randint(40, 250), self.rng.randint(150, 700)))
+            )
+            rng = random.Random(f"life {life} of {self.seed}")
+            self.scheduler = Scheduler(rng)
+            self.disk = BusyDisk(root, cut_at, self.scheduler, rng)
+            with (
+                threads_on(self.scheduler) as self.pool,
+                edges_on(self.disk, rng, self.clock),
+                connections_guarded(),
+            ):
+                self._lived(n_clients=0 if is_last else self.rng.randint(2, 4))
+            self.operations += [f"life {life}: {each}" for each in self.disk.trace[-6:]]
+            how = "stop" if self.scheduler.was_finished else "power cut"
+            self.operations.append(f"life {life} ends: {how}")
+            self.turns += self.scheduler.trace
+            self.operations.append(f"life {life}: {self.disk.n_changes} changes")
+            root = self.folder / str(life + 1)
+            self.disk.after_cut(root, self.rng)
+
+    def _lived(self, n_clients: int) -> None:
+        """One life; all threads have ended after it."""
+        try:
+            self._live(n_clients)
+        except PowerLost:
+            pass
+        except StoreError as error:
+            if not self.disk.is_off:
+                self.scheduler.end(error)
+                self._left()
+                raise
+        except BaseException as error:
+            self.scheduler.end(error)
+            self._left()
+            raise
+        self.scheduler.finish()
+        self._left()
+
+    def _left(self) -> None:
+        """Of a process that is gone there are no descriptors left either."""
+        with suppress(AssertionError):
+            self.scheduler.finish()
+        self.disk.is_off = True
+        with suppress(Exception, PowerLost):
+            self.store.close()
+
+    def _live(self, n_clients: int) -> None:
+        with self._opened():
+            clients = [
+                Client(self, name, random.Random(f"{name} {self.rng.random()}"))
+                for name in "abcd"[:n_clients]
+            ]
+            threads = [threading.Thread(target=each.run, name=each.name) for each in clients]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self._check_rest()
+        self.pool.shutdown()
+        for left in self.scheduler.alive():  # what ends by itself
+            self.scheduler.join(left)
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        self.store = store = Store.open(self.disk.root, ROW_IDENTITY, clock=self.clock)
+        self._check(store)
+        self.hot_bytes = self.rng.choice(_HOT_BYTES)
+        self.warm_bytes = self.rng.choice(_WARM_BYTES)
+        self.tiers = Tiers(
+            store,
+            LAYOUT,
+            v_trans=False,
+            hot_bytes=self.hot_bytes,
+            warm_bytes=self.warm_bytes,
+            policy=self.policy,
+            forced=LevelFormats((self.form,)),
+            shrink_after_s=600.0,
+            prefetch_bytes=1 << 20,
+            thaws_ahead=True,
+            clock=self.clock,
+        )
+        self.traffic = Traffic(store, self.tiers, None, self.clock)
+        self.recorder = TurnRecorder(store, self.traffic)
+        yield
+        self.traffic.close()
+        self.tiers.close()
+        self.operations.append("close")
+        store.close()
+
+    # --- what it must have ----------------------------------------------------------------
+
+    def _check(self, store: Store) -> None:
+        found = found_in(store).each()
+        wrong = self.told.wrong(found, ignored="title")
+        assert not wrong, "\n".join(wrong)
+        self.told.settle(found)
+        for node in store.nodes():
+            check_rows(store, node)
+        problems = store.verify().problems
+        assert not problems, problems
+        store.check_integrity(keys=True)
+
+    def _check_rest(self) -> None:
+        """All is at rest: nothing is over its limit, and what was acknowledged is there."""
+        self.disk.full_left = 0
+        for _ in range(2):
+            self.tiers.flush()
+        store = self.store
+        if not self.disk.n_refused:  # it may have let files go before the catalog heard of it
+            self.tiers.check_integrity()
+        wrong = self.told.wrong(found_in(store).each(), ignored="title")
+        assert not wrong, "\n".join(wrong)
+        with store.locked():
+            nodes, files = store.nodes(), store.files()
+            hot = sum(node.hot.nbytes for node in nodes if node.hot is not None)
+            warm = sum(file.nbytes for file in files)
+            assert (hot, warm) == (store.state.hot_bytes, store.state.warm_bytes)
+            loose = [each for each in files if not any(n.pinned for n in store.viewers(each))]
+            if not self.disk.n_refused:
+                assert hot <= self.hot_bytes, f"{hot} bytes in RAM, {self.hot_bytes} may be"
+                assert warm <= self.warm_bytes or not loose, f"{warm} bytes of files"
+        assert not self.traffic.running("nobody")

@@ -1,0 +1,321 @@
+"""One of several clients of a simulated store: what it asks for, and what it is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from format_oracle import converted
+from simulated_disk import PowerLost
+from simulated_threads import done_without_loop
+from simulation import SCOPE, Tokens, codec, path_ids
+from store_tools import assert_same_rows, ids_of, rows_of
+
+from towerd.cold import cold_history, freeze, thaw, write_copy
+from towerd.errors import InvalidRequest, NotFound, SessionFrozen, StoreError, TowerdError
+from towerd.store import Node, Turn
+from towerd.store.sessions.conversations import ContextItem, ResponseContext
+from towerd.store.sessions.frozen import SessionBusy
+from towerd.store.sessions.responses import NewResponse
+from towerd.tokens import Ids
+
+if TYPE_CHECKING:
+    from house import House
+
+NO_LIMIT = 1 << 30
+SHARED = "s"
+"""The session that two clients continue."""
+STEPS_MAX = 7
+PREFIXES = [tuple(random.Random(n).randint(0, 2) for _ in range(n)) for n in (60, 150)]
+"""What sessions begin with; of the longer one a part is re-encoded."""
+NOT_NOW = (SessionBusy, NotFound, SessionFrozen, InvalidRequest)
+"""What other clients may cause."""
+Values: TypeAlias = Mapping[object, object]
+Step: TypeAlias = Callable[[], object]
+
+
+class _NotRecorded(TowerdError):
+    """A turn whose session was deleted while its request ran."""
+
+    def __init__(self) -> None:
+        super().__init__("deleted meanwhile")
+
+
+class Client:
+    """Asks for one thing after another, in a thread of its own. Its sessions are its own, but for SHARED."""
+
+    def __init__(self, house: House, name: str, rng: random.Random) -> None:
+        self.house, self.name, self.rng = house, name, rng
+        self._own = (f"{name}1", f"{name}2")
+        self._names = (*self._own, *([SHARED] if name in "ab" else []))
+
+        self._handed: dict[str, Ids] = {}
+        """What has rows of each session, in RAM or on disk."""
+
+    def run(self) -> None:
+        """All that it does. Raises what it must not be answered with."""
+        for _ in range(self.rng.randint(2, STEPS_MAX)):
+            step = self.rng.choice(self._steps())
+            self.house.operations.append(f"{self.name} {step.__name__[1:]}")
+            if self.rng.random() < 0.04:
+                self.house.disk.full_left = self.rng.randint(1, 6)
+            n_refused = self.house.disk.n_refused
+            try:
+                step()
+            except TowerdError:
+                if self.house.disk.is_off:
+                    raise PowerLost from None
+                # what a full disk kept out of the journal is written again later: nothing is frozen until then
+                is_put_off = step == self._freeze and n_refused > 0
+                if self.house.disk.n_refused == n_refused and not is_put_off:
+                    raise
+                self.house.operations.append(f"{self.name} is refused: the disk is full")
+            if self.house.disk.is_off:
+                raise PowerLost
+            self.house.operations.append(f"{self.name} {step.__name__[1:]} is done")
+            self.house.scheduler.progress()
+
+    def _steps(self) -> list[Step]:
+        turns = [self._turn] * 5 + [self._prompt]
+        reads = [self._read, self._read, self._running]
+        sessions = [self._delete, self._rename, self._respond, self._forget]
+        cold = [self._freeze, self._copy, self._thaw]
+        tiers = [self._flush, self._collect, self._pin, self._pin, self._base, self._give]
+        return [*turns, *reads, *sessions, *cold, *tiers]
+
+    @contextmanager
+    def _told(self, values: Values, *not_now: type[TowerdError]) -> Iterator[None]:
+        """What the block does sets these; errors that it may end with mean that it did not."""
+        made = self.house.told.begin(values)
+        try:
+            yield
+        except not_now:
+            self._refused(made)
+        except TowerdError:
+            if not self.house.disk.is_off:
+                self.house.told.refuse(made)
+            raise
+        else:
+            if self.house.disk.is_off:
+                raise PowerLost
+            self.house.told.acknowledge(made)
+
+    def _refused(self, made: object) -> None:
+        if self.house.disk.is_off:
+            raise PowerLost
+        self.house.told.refuse(made)  # type: ignore[arg-type]
+
+    # --- turns ----------------------------------------------------------------------------
+
+    def _tokens(self, n_max: int = 30) -> Tokens:
+        return tuple(self.rng.randint(0, 2) for _ in range(self.rng.randint(1, n_max)))
+
+    def _known(self, name: str) -> Tokens | None:
+        found = self.house.told.last("session").get(name)
+        return found if isinstance(found, tuple) else None
+
+    def _turn(self) -> None:
+        """A request: what is stored is read, the answer is recorded, and its rows are handed over."""
+        house, name = self.house, self.rng.choice(self._names)
+        since = house.recorder.watch_deletions() if self.rng.random() < 0.5 else None
+        before = self._known(name) or self.rng.choice([(), *PREFIXES])
+        prompt, reply = (*before, *self._tokens()), self._tokens()
+        every = np.array(prompt + reply, np.int32)
+        agent = self.rng.choice((None, None, "agent"))
+        n_cached = len(every) - self.rng.choice((1, 1, len(reply)))
+        turn = Turn(
+            SCOPE,
+            name,
+            every[: len(prompt)],
+            every[len(prompt) :],
+            n_cached,
+            house.clock(),
+            agent=agent,
+            workflow=None if agent is None else "work",
+            since=since,
+        )
+        n_deletions = house.n_deletions
+        self._read_rows(turn.prompt)
+        with self._told({("session", name): prompt + reply}, _NotRecorded):
+            recorded = done_without_loop(house.recorder.record(turn))
+            if recorded != name and not house.disk.is_off:
+                assert since is not None, f"{name} was recorded as {recorded}"
+                assert house.n_deletions != n_deletions, f"{name} was not recorded"
+                raise _NotRecorded
+        self._hand_over(every[:n_cached], name)
+
+    def _prompt(self) -> None:
+        """A prompt without an answer."""
+        ids = ids_of(*self.rng.choice(PREFIXES), *self._tokens())
+        turn = Turn(SCOPE, None, ids, ids_of(), len(ids), self.house.clock())
+        done_without_loop(self.house.recorder.record(turn, answered=False))
+        self._hand_over(ids)
+
+    def _hand_over(self, ids: Ids, name: str = SHARED) -> None:
+        for gap in self.house.tiers.gaps(ids, SCOPE):
+            self.house.tiers.accept(gap, rows_of(ids[: gap.p1], gap.p0))
+        if name in self._own:
+            self._handed[name] = ids
+
+    def _read(self) -> None:
+        """What is stored of a session, its tokens and rows."""
+        name = self.rng.choice(self._names)
+        known = self._known(name)
+        if known is None:
+            return
+        self._read_rows(ids_of(*known))
+        if name == SHARED:
+            return
+        try:
+            found = self.house.store.session_ids(name)
+        except SessionFrozen:
+            history = cold_history(self.house.store, codec(), name)
+            assert history is not None
+            found = history.ids(history.leaf)
+        assert tuple(found.tolist()) == known, f"{name} has other tokens"
+
+    def _read_rows(self, ids: Ids) -> None:
+        house = self.house
+        with house.store.hold(ids, SCOPE) as path:
+            at = 0
+            for _, rows in house.tiers.rows(house.tiers.plan(path, 0)):
+                assert rows.p0 == at
+                at = rows.p1
+                assert_same_rows(rows, converted(rows_of(ids[:at], rows.p0), rows.layout))
+
+    def _running(self) -> None:
+        """Waits for the thread that follows workflows."""
+        self.house.traffic.running(SCOPE)
+
+    # --- sessions -------------------------------------------------------------------------
+
+    def _delete(self) -> None:
+        house, name = self.house, self.rng.choice(self._names)
+        if self._known(name) is None or self.rng.random() < 0.3:
+            return
+        gone: dict[object, object] = {("session", name): None, ("title", name): None}
+        for response, kept in house.told.last("response").items():
+            if isinstance(kept, tuple) and kept[0] == name:
+                gone["response", response] = None
+        house.n_deletions += 1
+        self._handed.pop(name, None)
+        may_be_gone = (NotFound,) if name == SHARED else ()
+        with self._told(gone, *may_be_gone):
+            house.store.delete_session(name)
+        house.n_deletions += 1
+
+    def _rename(self) -> None:
+        name, title = self.rng.choice(self._own), f"title {self.rng.randint(0, 99)}"
+        if self._known(name) is not None:
+            with self._told({("title", name): title}):
+                self.house.store.rename_session(name, title)
+
+    def _respond(self) -> None:
+        """A response that continues another one, or none."""
+        house, session = self.house, self.rng.choice(self._own)
+        if self._known(session) is None:
+            return
+        own = {
+            response: kept
+            for response, kept in house.told.last("response").items()
+            if isinstance(kept, tuple) and kept[0] in self._own
+        }
+        before = self.rng.choice(["", *sorted(own)])
+        name = f"{self.name}{self.rng.randint(0, 1 << 32)}"
+        items = [
+            ContextItem(id, b'{"id": "%s"}' % id.encode()) for id in (f"q-{name}", f"a-{name}")
+        ]
+        said = own[before][1] if before else ()
+        body = b'{"id": "%s", "output": [%s]}' % (name.encode(), items[1].body)
+        kept = session, (*said, *(item.name for item in items))
+        with self._told({("response", name): kept}):
+            context = house.store.responses.context(SCOPE, before) if before else ResponseContext()
+            new = NewResponse(SCOPE, name, context, items[:1], items[1:], body)
+            is_kept = house.store.keep_response(new, session, SCOPE)
+            assert is_kept or house.disk.is_off, f"{name} was not kept"
+
+    def _forget(self) -> None:
+        own = [
+            response
+            for response, kept in self.house.told.last("response").items()
+            if isinstance(kept, tuple) and kept[0] in self._own
+        ]
+        if own:
+            name = self.rng.choice(sorted(own))
+            with self._told({("response", name): None}):
+                self.house.store.responses.delete(SCOPE, name)
+
+    def _freeze(self) -> None:
+        name = self.rng.choice(self._names)
+        if self._known(name) is not None:
+            self._handed.pop(name, None)
+            with self._told({}, *NOT_NOW):
+                freeze(self.house.store, codec(), name, form="packed")
+
+    def _copy(self) -> None:
+        name = self.rng.choice(self._names)
+        if self._known(name) is not None:
+            with self._told({}, *NOT_NOW):
+                write_copy(self.house.store, codec(), name, form="packed")
+
+    def _thaw(self) -> None:
+        name = self.rng.choice(self._names)
+        if self._known(name) is not None:
+            with self._told({}, *NOT_NOW):
+                thaw(self.house.store, codec(), name)
+
+    # --- rows -----------------------------------------------------------------------------
+
+    def _node(self) -> Node | None:
+        nodes = sorted(self.house.store.nodes(), key=lambda node: node.id)
+        return self.rng.choice(nodes) if nodes else None
+
+    def _pin(self) -> None:
+        store, node = self.house.store, self._node()
+        if node is None:
+            return
+        if self.rng.random() < 0.5:
+            pins = store.pins.listing()
+            if not pins:
+                return
+            node = self.rng.choice(pins)
+            with self._told({("pin", path_ids(node)): None}, NotFound):
+                store.pins.remove(node.id)
+        else:
+            with self._told({("pin", path_ids(node)): True}, NotFound):
+                store.pins.add(node.id)
+
+    def _base(self) -> None:
+        store, name = self.house.store, f"base-{self.name}"
+        if name in self.house.told.last("base"):
+            with self._told({("base", name): None}):
+                store.bases.remove(name, SCOPE)
+        else:
+            ids = self.rng.choice(PREFIXES)[: self.rng.randint(40, 150)]
+            with self._told({("base", name): ids}):
+                store.bases.add(name, ids_of(*ids), SCOPE, 1, False)
+
+    def _flush(self) -> None:
+        """Rows that were handed over are there, unless there is no room for them."""
+        house = self.house
+        house.tiers.flush()
+        if house.warm_bytes < NO_LIMIT or house.disk.n_refused or house.disk.is_off:
+            return
+        for name, ids in self._handed.items():
+            with house.store.hold(ids, SCOPE) as path:
+                plan = house.tiers.plan(path, 0)
+            assert plan.n == len(ids), f"{name} has {plan.n} rows of {len(ids)}"
+
+    def _give(self) -> None:
+        """RAM is short."""
+        self.house.tiers.giver.ask()
+
+    def _collect(self) -> None:
+        try:
+            self.house.store.gc()
+        except StoreError:
+            if not self.house.disk.n_refused:
+                raise
