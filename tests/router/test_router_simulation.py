@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from router_simulation import simulate_router
+from simulate import Failure, simulated_router
 
 from towerd.errors import TowerdError
 from towerd.router.http.request import RoutedRequest
@@ -25,13 +25,13 @@ PLANTED_SEEDS = 200
 def test_nothing_is_found() -> None:
     """Clients that leave, models that come and go, processes that die, stop, hang and refuse."""
     for seed in range(SEEDS):
-        failure, _ = simulate_router(seed)
+        failure, _ = simulated_router(seed)
         assert failure is None, failure.text()
 
 
 def test_a_seed_is_the_same_again() -> None:
     """Down to the steps of the loop and the bytes that arrived."""
-    first, again = simulate_router(3)[1], simulate_router(3)[1]
+    first, again = simulated_router(3)[1], simulated_router(3)[1]
     assert first == again
     assert len(first) > 20
 
@@ -153,10 +153,10 @@ PLANTED = (
 )
 
 
-def failures() -> Iterator[Any]:
+def failures() -> Iterator[Failure]:
     """Of the seeds that find something."""
     for seed in range(PLANTED_SEEDS):
-        failure, _ = simulate_router(seed)
+        failure, _ = simulated_router(seed)
         if failure is not None:
             yield failure
 
@@ -169,5 +169,4 @@ def test_planted_faults_are_found(
     plant(monkeypatch)
     failure = next(failures(), None)
     assert failure is not None
-    print(failure.text())
     assert f"SEED={failure.seed}" in failure.text()
