@@ -1,5 +1,5 @@
-"""Lives of a store on a simulated disk: of the store alone in one thread, and of all that works on it in many; and
-lives of a router on simulated sockets.
+"""Lives of a store on a simulated disk: of the store alone in one thread, and of all that works on it in many, of
+one that several processes have open, and lives of a router on simulated sockets.
 
 PYTHONHASHSEED=0 python tests/support/simulate.py --seeds 50
 PYTHONHASHSEED=0 python tests/support/simulate.py --seed 17
@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from broker_simulation import BrokerHouse
 from house import House
 from router_simulation import simulate_router
 from simulated_disk import SimulatedDisk
@@ -101,6 +102,7 @@ def main() -> int:
     kinds: dict[str, Callable[[int], tuple[Failure | None, list[str]]]] = {
         "store": simulate,
         "house": partial(simulate, kind=House),
+        "broker": partial(simulate, kind=BrokerHouse),
         "router": simulated_router,
     }
     parser = argparse.ArgumentParser(description="Simulate a store on a disk that fails, a router.")
