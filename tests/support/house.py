@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from house_client import NO_LIMIT, Client
-from scheduler import Scheduler
+from scheduler import Scheduler, ThreadDied
 from simulated_disk import PowerLost, SimulatedDisk
 from simulated_sqlite import connections_guarded
 from simulated_threads import threads_on
@@ -23,6 +25,7 @@ from towerd.policy import NAMES
 from towerd.sessions.recorder import TurnRecorder
 from towerd.sessions.traffic import Traffic
 from towerd.store import Store
+from towerd.tiers.checkpoint_tier import CheckpointTier, close_tiers
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.manager import Tiers
 
@@ -67,6 +70,41 @@ class BusyDisk(SimulatedDisk):
             raise
 
 
+class Complaints(logging.Handler):
+    """What towerd says of errors, which is a failure unless a full or lost disk explains it."""
+
+    def __init__(self, house: House) -> None:
+        super().__init__(logging.ERROR)
+        self._house = house
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """End the life."""
+        house = self._house
+        if not house.disk.is_off and (record.exc_info or not house.disk.n_refused):
+            self.setFormatter(logging.Formatter("%(message)s %(error)s", defaults={"error": ""}))
+            house.scheduler.end(ThreadDied(f"towerd says: {self.format(record)}"))
+
+
+@contextmanager
+def heard_by(handler: logging.Handler) -> Iterator[None]:
+    """Errors that towerd logs reach this handler alone, inside the block."""
+    logger, level = logging.getLogger("towerd"), logging.root.manager.disable
+    # these tell of each thread that a power cut ends
+    pools = logging.getLogger("concurrent.futures")
+    logging.disable(logging.WARNING)
+    try:
+        with (
+            patch.object(logger, "propagate", False),
+            patch.object(pools, "disabled", True),
+            patch("logging.logThreads", False),
+        ):
+            logger.addHandler(handler)
+            yield
+    finally:
+        logger.removeHandler(handler)
+        logging.disable(level)
+
+
 class House:
     """The lives of one store with all that works on it. Each ends with a power cut or a clean stop."""
 
@@ -95,6 +133,7 @@ class House:
         root = self.folder / "0"
         root.mkdir()
         prepare(root)
+        complaints = Complaints(self)
         for life in range(LIVES + 1):
             is_last = life == LIVES
             cut_at = (
@@ -109,6 +148,7 @@ class House:
                 threads_on(self.scheduler) as self.pool,
                 edges_on(self.disk, rng, self.clock),
                 connections_guarded(),
+                heard_by(complaints),
             ):
                 self._lived(n_clients=0 if is_last else self.rng.randint(2, 4))
             self.operations += [f"life {life}: {each}" for each in self.disk.trace[-6:]]
@@ -180,11 +220,20 @@ class House:
             thaws_ahead=True,
             clock=self.clock,
         )
+        store.writes.budget = self.rng.choice((0, 0, 400_000))
+        store.disk.bytes_max = self.rng.choice((0, 0, 0, 600_000))
+        self.has_room = max(store.writes.budget, store.disk.bytes_max) == 0 and (
+            self.warm_bytes == NO_LIMIT
+        )
+        """Rows never leave for want of space."""
+        self.states = CheckpointTier(
+            store, bytes_max=self.rng.choice((10_000, NO_LIMIT)), exact=False, clock=self.clock
+        )
         self.traffic = Traffic(store, self.tiers, None, self.clock)
         self.recorder = TurnRecorder(store, self.traffic)
         yield
         self.traffic.close()
-        self.tiers.close()
+        close_tiers(self.tiers, self.states)
         self.operations.append("close")
         store.close()
 
@@ -206,6 +255,7 @@ class House:
         self.disk.full_left = 0
         for _ in range(2):
             self.tiers.flush()
+            self.states.flush()
         store = self.store
         if not self.disk.n_refused:  # it may have let files go before the catalog heard of it
             self.tiers.check_integrity()
@@ -220,4 +270,7 @@ class House:
             if not self.disk.n_refused:
                 assert hot <= self.hot_bytes, f"{hot} bytes in RAM, {self.hot_bytes} may be"
                 assert warm <= self.warm_bytes or not loose, f"{warm} bytes of files"
+                states = [each for each in self.states.table.all() if not each.node.pinned]
+                n_bytes = self.states.table.file_bytes
+                assert n_bytes <= self.states.bytes_max or not states, f"{n_bytes} of states"
         assert not self.traffic.running("nobody")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from format_oracle import converted
 from simulated_disk import PowerLost
 from simulated_threads import done_without_loop
@@ -15,7 +17,14 @@ from simulation import SCOPE, Tokens, codec, path_ids
 from store_tools import assert_same_rows, ids_of, rows_of
 
 from towerd.cold import cold_history, freeze, thaw, write_copy
-from towerd.errors import InvalidRequest, NotFound, SessionFrozen, StoreError, TowerdError
+from towerd.errors import (
+    InvalidRequest,
+    NotFound,
+    RowsDamaged,
+    SessionFrozen,
+    StoreError,
+    TowerdError,
+)
 from towerd.store import Node, Turn
 from towerd.store.sessions.conversations import ContextItem, ResponseContext
 from towerd.store.sessions.frozen import SessionBusy
@@ -35,6 +44,11 @@ NOT_NOW = (SessionBusy, NotFound, SessionFrozen, InvalidRequest)
 """What other clients may cause."""
 Values: TypeAlias = Mapping[object, object]
 Step: TypeAlias = Callable[[], object]
+
+
+def state_of(ids: Ids) -> npt.NDArray[np.uint8]:
+    """A state that depends on every token."""
+    return np.frombuffer(hashlib.blake2b(ids.tobytes()).digest() * 30, np.uint8)
 
 
 class _NotRecorded(TowerdError):
@@ -80,11 +94,12 @@ class Client:
 
     def _steps(self) -> list[Step]:
         turns = [self._turn] * 5 + [self._prompt]
-        reads = [self._read, self._read, self._running]
+        reads = [self._read, self._read, self._running, self._search, self._look, self._verify]
+        states = [self._state, self._state, self._resume]
         sessions = [self._delete, self._rename, self._respond, self._forget]
         cold = [self._freeze, self._copy, self._thaw]
         tiers = [self._flush, self._collect, self._pin, self._pin, self._base, self._give]
-        return [*turns, *reads, *sessions, *cold, *tiers]
+        return [*turns, *reads, *states, *sessions, *cold, *tiers]
 
     @contextmanager
     def _told(self, values: Values, *not_now: type[TowerdError]) -> Iterator[None]:
@@ -122,6 +137,8 @@ class Client:
         house, name = self.house, self.rng.choice(self._names)
         since = house.recorder.watch_deletions() if self.rng.random() < 0.5 else None
         before = self._known(name) or self.rng.choice([(), *PREFIXES])
+        if self.rng.random() < 0.3:  # it is said otherwise
+            before = before[: self.rng.randint(0, len(before))]
         prompt, reply = (*before, *self._tokens()), self._tokens()
         every = np.array(prompt + reply, np.int32)
         agent = self.rng.choice((None, None, "agent"))
@@ -186,9 +203,58 @@ class Client:
                 at = rows.p1
                 assert_same_rows(rows, converted(rows_of(ids[:at], rows.p0), rows.layout))
 
+    def _search(self) -> None:
+        """Runs of tokens that are stored anywhere are those tokens."""
+        store, ids = self.house.store, ids_of(*self.rng.choice(PREFIXES), *self._tokens())
+        for run in store.runs(ids, SCOPE, 0, len(ids), usable=lambda node: True):
+            with store.locked():
+                if not run.node.removed:
+                    found = run.node.prefix_ids()[run.start : run.start + run.n]
+                    assert found.tolist() == ids[run.at : run.end].tolist()
+
+    def _look(self) -> None:
+        """What is listed, and what it takes."""
+        store = self.house.store
+        infos = store.sessions()
+        store.footprints(infos, with_public=True)
+        store.tier_costs(infos)
+        store.stats()
+        self.house.tiers.stats()
+
+    def _verify(self) -> None:
+        report = self.house.store.verify()
+        assert not report.problems or self.house.disk.n_refused, report.problems
+
     def _running(self) -> None:
         """Waits for the thread that follows workflows."""
         self.house.traffic.running(SCOPE)
+
+    def _state(self) -> None:
+        """States are taken along a session."""
+        known = self._known(self.rng.choice(self._names))
+        if known is not None:
+            ids = ids_of(*known)
+            places = [self.rng.randint(1, len(ids)) for _ in range(self.rng.randint(1, 3))]
+            states = {place: (state_of(ids[:place]), False) for place in places}
+            take = self.rng.choice((self.house.states.accept, self.house.states.keep))
+            take(ids, SCOPE, states)
+
+    def _resume(self) -> None:
+        """The deepest state of a session is that of its tokens."""
+        known = self._known(self.rng.choice(self._names))
+        if known is None:
+            return
+        ids, states = ids_of(*known), self.house.states
+        with self.house.store.hold(ids, SCOPE) as path:
+            found = states.deepest(path, 0, len(ids))
+            if found is None:
+                return
+            try:
+                data = states.load(found)
+            except RowsDamaged:
+                assert states.table.at(found.node) is not found, "a state is gone"
+            else:
+                np.testing.assert_array_equal(data, state_of(ids[: found.position]))
 
     # --- sessions -------------------------------------------------------------------------
 
@@ -302,7 +368,7 @@ class Client:
         """Rows that were handed over are there, unless there is no room for them."""
         house = self.house
         house.tiers.flush()
-        if house.warm_bytes < NO_LIMIT or house.disk.n_refused or house.disk.is_off:
+        if not house.has_room or house.disk.n_refused or house.disk.is_off:
             return
         for name, ids in self._handed.items():
             with house.store.hold(ids, SCOPE) as path:

@@ -15,8 +15,9 @@ from simulated_disk import PowerLost
 JUMPS_MAX = 2000
 """So many timed waits in a row may end without any progress; then threads wait for what never comes."""
 _SWITCHES = (0.02, 0.1, 0.3)
-_HURRY = 0.05
-"""How often a timed wait ends although other threads could run."""
+_PREEMPTED = (0.0, 0.002, 0.02)
+_PREEMPTED_S = (1e-3, 100.0)
+_HURRY = (0.005, 0.05, 0.2)
 _TICK_S = 1e-6
 _STACK_MAX = 12
 
@@ -68,6 +69,11 @@ class Scheduler:
         """The names of the threads in the order of their turns."""
         self.main = self.running = Baton(0, "main")
         self._switches = rng.choice(_SWITCHES)
+        """How often another thread has the next turn."""
+        self._preempted = rng.choice(_PREEMPTED)
+        """How often a thread has none for long."""
+        self._hurry = rng.choice(_HURRY)
+        """How often a timed wait ends although other threads could run."""
         self._ready: list[Baton] = []
         self._waiting: list[Baton] = []
         self._all: list[Baton] = [self.main]
@@ -95,7 +101,11 @@ class Scheduler:
         if self.is_over:
             return
         self._check()
-        if self._ready and self.rng.random() < self._switches:
+        if not self._ready and not self._waiting:
+            return
+        if self._ready and self.rng.random() < self._preempted:
+            self.block(self.rng.choice(_PREEMPTED_S))
+        elif self.rng.random() < self._switches:
             me = self.running
             self._ready.append(me)
             self._hand_to(self._chosen(), me)
@@ -129,7 +139,7 @@ class Scheduler:
     def _chosen(self) -> Baton:
         """The thread that runs next, which is then neither ready nor waiting."""
         timed = [each for each in self._waiting if each.deadline_s is not None]
-        if timed and (not self._ready or self.rng.random() < _HURRY):
+        if timed and (not self._ready or self.rng.random() < self._hurry):
             first = min(timed, key=lambda each: (each.deadline_s, each.number))
             assert first.deadline_s is not None
             self.now_s = max(self.now_s, first.deadline_s)

@@ -54,7 +54,7 @@ class Directory:
             os.close(fd)
             probe.unlink(missing_ok=True)  # another process may sweep it up
         self.writes = DailyWrites(root, clock)
-        self.limit = DiskLimit(self)
+        self.limit = DiskLimit(self, time.monotonic)
 
     def sweep_tmp(self, writing: Callable[[], Container[str]] = frozenset) -> int:
         """Delete partial files left by a killed process; returns the bytes freed. writing: the

@@ -29,6 +29,7 @@ from towerd.store.segments.checkpoint_file import SUFFIX
 from towerd.store.segments.segment_file import (
     Claim,
     FormatTally,
+    SegmentFile,
     blob_rows,
     check_claim,
     check_coded,
@@ -258,15 +259,15 @@ def verify(
     found += _basis_problems(state, rows)
     for row in files:
         problem = _file_problem(state, rows, pool, row)
-        if problem is not None and not _is_catalogued(state, row[0]):
+        if problem is not None and not _is_catalogued(state, row[1]):
             continue  # dropped since the list was made
         if problem is not None:
             found.append(f"{row[1]}: {problem}")
-            n_set_aside += repair and _set_aside(state, rows, row[0])
+            n_set_aside += repair and _set_aside(state, rows, row[1])
         elif _is_head_damaged(state, pool, row):
             found.append(f"{row[1]}: the rows of its head are damaged, which costs drafts alone")
             if repair:
-                _write_without_head(state, rows, row[0])
+                _write_without_head(state, rows, row[1])
         done += row[3]
         if progress is not None:
             progress(done, total)
@@ -376,16 +377,22 @@ def _check_blobs(
             at += blob.n_rows
 
 
-def _is_catalogued(state: StoreState, file_id: int) -> bool:
+def _is_catalogued(state: StoreState, name: str) -> bool:
+    """Whether a file is there still; its id may be that of another one by now."""
     with state.lock:
-        return bool(state.catalog.rows("SELECT 1 FROM files WHERE id = ?", (file_id,)))
+        return bool(state.catalog.rows("SELECT 1 FROM files WHERE name = ?", (name,)))
 
 
-def _set_aside(state: StoreState, rows: RowStore, file_id: int) -> bool:
+def _named(state: StoreState, name: str) -> SegmentFile | None:
+    """The file of this name, of the open row identity."""
+    return next((each for each in state.files.values() if each.path.name == name), None)
+
+
+def _set_aside(state: StoreState, rows: RowStore, name: str) -> bool:
     """Quarantine a file of the open row identity; other files are handled when their
     row identity is opened. If only transform-coded rows are damaged, the others are written again."""
     with state.lock:
-        file = state.files.get(file_id)
+        file = _named(state, name)
         nodes = [] if file is None else list(state.tree.viewers(file))
     if file is not None and nodes:
         try:
@@ -397,9 +404,9 @@ def _set_aside(state: StoreState, rows: RowStore, file_id: int) -> bool:
     return file is not None and rows.drop_file(file, set_aside=True) > 0
 
 
-def _write_without_head(state: StoreState, rows: RowStore, file_id: int) -> None:
+def _write_without_head(state: StoreState, rows: RowStore, name: str) -> None:
     """Replace a file by one with its good rows."""
     with state.lock:
-        file = state.files.get(file_id)
+        file = _named(state, name)
     if file is not None:
         rows.reencode(file, ())

@@ -43,7 +43,8 @@ class UnfinishedCodings:
         self._files: OrderedDict[Hashable, dict[Hashable, Encoded]] = OrderedDict()
 
     def of(self, file: Hashable, stretch: Hashable) -> Encoded:
-        """What there is of a stretch of a file's rows, to be added to."""
+        """What there is of a stretch of a file's rows, to be added to. file: what no other file ever is, as the id of
+        one that is gone may be given to a new one"""
         found = self._files.setdefault(file, {})
         self._files.move_to_end(file)
         while len(self._files) > _UNFINISHED_MAX:

@@ -319,7 +319,7 @@ class RowStore:
             return [] if file.dropped else list(state.tree.viewers(file))
 
         new = self.write_draft(draft, targets, "reencoded", is_paced=True)
-        self._unfinished.forget(file.id)
+        self._unfinished.forget(file.path)
         return new
 
     def draft_again(
@@ -375,7 +375,7 @@ class RowStore:
             parts = self.pieces(file, start, end)
             name = format_of(start, before, requests, native)
             run = DraftRun(parts, name, before.origin)
-            runs.append(self._encoded(run, file.id, pause) if is_coded(name) else run)
+            runs.append(self._encoded(run, file.path, pause) if is_coded(name) else run)
         return merge_runs(runs)
 
     def _basis_to_write(self, name: str) -> Basis:
