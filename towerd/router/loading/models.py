@@ -383,6 +383,7 @@ class Models:
     async def _stop(self, model: RoutedModel, process: ModelProcess) -> None:
         """End a process in order, after its requests: one that is on its way to it would be lost with the
         connection, and one that takes longer than the process's own grace would be cut off."""
+        process.resume()
         deadline_s = time.monotonic() + STOP_S_MAX
         while model.n_running and process.exit_code is None and not self._is_closing:
             self._changed.clear()
