@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from daemon import reuse_of, run_towerctl
+from daemon import Daemon, reuse_of, run_towerctl
 from routed import LONG, MakeRouter, ask, children, metric, states
 from waiting import until
 
