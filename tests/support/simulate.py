@@ -1,4 +1,5 @@
-"""Lives of a store on a simulated disk: of the store alone in one thread, and of all that works on it in many.
+"""Lives of a store on a simulated disk: of the store alone in one thread, and of all that works on it in many, of
+one that several processes have open, and lives of a router on simulated sockets.
 
 PYTHONHASHSEED=0 python tests/support/simulate.py --seeds 50
 PYTHONHASHSEED=0 python tests/support/simulate.py --seed 17
@@ -16,10 +17,13 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from broker_simulation import BrokerHouse
 from house import House
+from router_simulation import simulate_router
 from simulated_disk import SimulatedDisk
 from simulation import Simulation
 
@@ -87,21 +91,32 @@ def simulate(
         return None, simulation.operations
 
 
+def simulated_router(seed: int) -> tuple[Failure | None, list[str]]:
+    """As `simulate`, for a router."""
+    error, operations = simulate_router(seed)
+    return Failure(seed, error, operations) if error else None, operations
+
+
 def main() -> int:
     """Run the seeds; the exit code is 1 if one failed."""
-    kinds: dict[str, Callable[[int, Path], Simulated]] = {"store": Simulation, "house": House}
-    parser = argparse.ArgumentParser(description="Simulate a store on a disk that fails.")
+    kinds: dict[str, Callable[[int], tuple[Failure | None, list[str]]]] = {
+        "store": simulate,
+        "house": partial(simulate, kind=House),
+        "broker": partial(simulate, kind=BrokerHouse),
+        "router": simulated_router,
+    }
+    parser = argparse.ArgumentParser(description="Simulate a store on a disk that fails, a router.")
     parser.add_argument("--seeds", type=int, default=50, help="how many, from --first (50)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (0)")
     parser.add_argument("--seed", type=int, help="one alone, again")
-    parser.add_argument("--kind", choices=kinds, help="the store alone, or all of it (both)")
+    parser.add_argument("--kind", choices=kinds, help="what lives (each of them)")
     args = parser.parse_args()
     seeds = range(args.first, args.first + args.seeds) if args.seed is None else [args.seed]
     for name in kinds if args.kind is None else [args.kind]:
         began = time.monotonic()
         for seed in seeds:
             faulthandler.dump_traceback_later(STUCK_S, exit=True)
-            failure, operations = simulate(seed, kind=kinds[name])
+            failure, operations = kinds[name](seed)
             if failure is not None:
                 print(f"{name}: {failure.text()}")
                 return 1

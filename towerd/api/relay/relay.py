@@ -18,6 +18,8 @@ from towerd.errors import TowerdError
 EVENT_STREAM = "text/event-stream"
 COPY_BYTES_MAX = 256 * 1024
 """Bytes of a reply that are copied in one step of the event loop."""
+LINE_BYTES_MAX = 1 << 20
+"""A line that is longer is passed on as it arrives."""
 _SLOT = re.compile(rb'(?<=[{,])"id_slot":(-?\d+)')
 _SLOT_BYTES_MAX = 32
 
@@ -49,6 +51,34 @@ def _zero(found: re.Match[bytes]) -> bytes:
     return b'"id_slot":' + b"0".rjust(len(found[1]))
 
 
+class LineEnds:
+    """Holds the begun line of a stream back until all of it is there: if that never comes, an error can
+    follow that clients can read."""
+
+    def __init__(self) -> None:
+        self.is_within_event = False
+        """Whether what was sent ends within an event."""
+        self._held = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What can be sent of the bytes so far."""
+        if not chunk:
+            return b""
+        data = self._held + chunk
+        cut = data.rfind(b"\n") + 1
+        if len(data) - cut > LINE_BYTES_MAX:
+            cut = len(data)
+        self._held, passed = data[cut:], data[:cut]
+        if passed:
+            self.is_within_event = not passed.endswith((b"\n\n", b"\r\n\r\n"))
+        return passed
+
+    def rest(self) -> bytes:
+        """The last line, which has no end."""
+        held, self._held = self._held, b""
+        return held
+
+
 async def relay(
     request: web.Request,
     reply: ClientResponse,
@@ -62,12 +92,18 @@ async def relay(
     told to the client."""
     if not response.prepared:
         await response.prepare(request)
+    ends = LineEnds() if response.content_type in (EVENT_STREAM, NDJSON) else None
     try:
         while chunk := await read(reply):
-            await write_or_stall(request, response, through.feed(chunk) if through else chunk)
-        if through is not None:
-            await write_or_stall(request, response, through.rest())
+            passed = through.feed(chunk) if through else chunk
+            await write_or_stall(request, response, ends.feed(passed) if ends else passed)
+        rest = through.rest() if through else b""
+        if ends is not None:
+            rest = ends.feed(rest) + ends.rest()
+        await write_or_stall(request, response, rest)
     except Lost:
+        if ends is not None and ends.is_within_event and response.content_type == EVENT_STREAM:
+            await write_or_stall(request, response, b"\n\n")
         await cut_off(request, response, on_lost())
     await response.write_eof()
     return response

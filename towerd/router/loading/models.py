@@ -28,7 +28,7 @@ from towerd.router.loading.entry import ModelEntry
 from towerd.router.loading.events import ModelEvents
 from towerd.router.loading.metrics import RouterMetrics
 from towerd.router.loading.model import RoutedModel, State
-from towerd.router.loading.process import ModelProcess
+from towerd.router.loading.process import STOP_S_MAX, ModelProcess
 from towerd.router.loading.room import Room
 from towerd.system.machine import resident_bytes
 
@@ -377,7 +377,19 @@ class Models:
         elif model.state is State.LOADED:
             assert model.process is not None
             model.state = State.STOPPING
-            self._run(model.process.stop())
+            self._run(self._stop(model, model.process))
+
+    async def _stop(self, model: RoutedModel, process: ModelProcess) -> None:
+        """End a process in order, after its requests: one that is on its way to it would be lost with the
+        connection, and one that takes longer than the process's own grace would be cut off."""
+        process.resume()
+        deadline_s = time.monotonic() + STOP_S_MAX
+        while model.n_running and process.exit_code is None and not self._is_closing:
+            self._changed.clear()
+            if time.monotonic() >= deadline_s:
+                break
+            await self._wait_for_change(deadline_s)
+        await process.stop()
 
     def keep_alive(self, model: RoutedModel, seconds: float) -> None:
         """Unload a model, in order, so long after its requests have ended: those that run and those that wait

@@ -197,6 +197,12 @@ class ModelProcess:
         except TimeoutError:
             await self.end()
 
+    def resume(self) -> None:
+        """Continue it, if it is stopped: its requests are to end."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """End it at once."""
         if self._process is not None and self._process.returncode is None:

@@ -53,7 +53,7 @@ class Directory:
             probe = self.tmp / f"probe-{os.getpid()}"
             fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             os.close(fd)
-            probe.unlink()
+            probe.unlink(missing_ok=True)  # another process may sweep it up
         self.writes = DailyWrites(root, clock)
         self.limit = DiskLimit(self, time.monotonic)
 

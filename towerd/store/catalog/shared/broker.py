@@ -203,6 +203,11 @@ class BrokerClient:
         """End the connection."""
         self._channel.close()
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process has closed the connection, or has ended."""
+        return self._channel.is_hung_up
+
     def blocks_others(self) -> bool:
         """See `CatalogConnection`."""
         return self._n_turns > 0 or self._maintenance.is_paused
@@ -232,8 +237,11 @@ class BrokerClient:
         self._give_turn()
 
     def _open_model(self, row_identity: int, tokenizer: int) -> None:
-        if any(each.row_identity == row_identity for each in self._broker.others(self)):
-            raise StoreLocked("this model is served already, with the same settings")
+        for each in self._broker.others(self):
+            if each.row_identity == row_identity:
+                if not each.is_gone:
+                    raise StoreLocked("this model is served already, with the same settings")
+                each.row_identity = 0  # its thread waits for its turn to leave
         self.row_identity, self.tokenizer = row_identity, tokenizer
         self.unseen.clear()
 

@@ -6,6 +6,7 @@ ends are processes of one daemon and one release, so the format has no versions.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from typing import Any
@@ -54,6 +55,11 @@ class Channel:
             raise EOFError
         return socket.socket(fileno=fds[0])
 
+    @property
+    def is_hung_up(self) -> bool:
+        """Whether the other end is gone. What it has sent last may not have been received yet."""
+        return is_hung_up(self._sock)
+
     def close(self) -> None:
         """End the connection; a thread that waits in `receive` gets EOFError."""
         try:
@@ -74,6 +80,13 @@ class Channel:
                 raise EOFError
             at += n
         return data
+
+
+def is_hung_up(sock: socket.socket) -> bool:
+    """Whether the other end of a socket is closed, whatever is there to be read."""
+    poll = select.poll()
+    poll.register(sock, 0)
+    return bool(poll.poll(0))
 
 
 def result_of(channel: Channel, *message: Any) -> Any:
