@@ -83,6 +83,7 @@ async def test_a_date_that_changed(
     caplog.set_level(logging.INFO)
     client = await make_chatty()
     await ask(client, chat("25", QUESTION))
+    await logged(caplog, 1)  # what it says is looked up after its reply
     id = await ask(client, chat("26", QUESTION, "Eight.", "Why?"))
     first, second = await logged(caplog, 2)
     assert first["why"] == "nothing of it was stored"

@@ -341,9 +341,9 @@ def test_what_was_sent_is_kept(make_daemon: MakeDaemon, projector: Path) -> None
     with make_daemon(*flags) as daemon:
         read = daemon.get(path + "/chat")
         files = [
-            requests.get(f"{daemon.url}{path}/media/{key}", timeout=60) for key in read["media"][:2]
+            requests.get(f"{daemon.url}{path}/media/{key}", timeout=60) for key in read["media"]
         ]
-        assert [each.content for each in files] == [base64.b64decode(picture(n)) for n in (1, 2)]
+        assert [each.content for each in files] == [base64.b64decode(picture(n)) for n in (1, 2, 1)]
         assert {each.headers["Content-Type"] for each in files} == {"image/png"}
         assert requests.get(f"{daemon.url}{path}/media/{'0' * 32}", timeout=60).status_code == 404
         asked = {"role": "user", "content": "And what colour?"}
@@ -358,3 +358,28 @@ def test_what_was_sent_is_kept(make_daemon: MakeDaemon, projector: Path) -> None
         requests.delete(daemon.url + path, timeout=60).raise_for_status()
         gone = f"{daemon.url}{path}/media/{read['media'][0]}"
         assert requests.get(gone, timeout=60).status_code == 404
+
+
+def test_what_is_kept_is_the_clients_to_say(
+    make_daemon: MakeDaemon, flags: tuple[str, ...]
+) -> None:
+    """Also of a prompt that is no chat; nothing with `store` false, nor with --no-keep-media."""
+
+    def kept(daemon: Daemon, path: str, name: str, body: dict[str, Any]) -> list[bool]:
+        named = {"X-Towerd-Session": name}
+        asked = {"temperature": 0, "max_tokens": 4, "n_predict": 4, **body}
+        requests.post(daemon.url + path, json=asked, headers=named, timeout=60).raise_for_status()
+        return [
+            each is not None for each in daemon.get(f"/towerd/v1/sessions/{name}/chat")["media"]
+        ]
+
+    chat: dict[str, Any] = {"messages": [look_at(1)]}
+    with make_daemon(*flags) as daemon:
+        marker = daemon.get("/props")["media_marker"]
+        prompt = {"prompt_string": f"See {marker} it", "multimodal_data": [picture(2)]}
+        assert kept(daemon, "/completion", "prompt", {"prompt": prompt}) == [True]
+        url = "/v1/chat/completions"
+        assert kept(daemon, url, "chat", chat) == [True]
+        assert kept(daemon, url, "unstored", {**chat, "store": False}) == [False]
+    with make_daemon(*flags, "--no-keep-media") as daemon:
+        assert kept(daemon, url, "off", chat) == [False]

@@ -1,7 +1,9 @@
-"""What clients sent for the media of sessions: kept with the turn, once, through a lost catalog, and until the session is deleted."""
+"""Files of the media of sessions: kept with the turn, once for a tenant, through a lost catalog, until the session is deleted; and
+never at the cost of a turn or of the disk's limit."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +12,34 @@ from crash import killed_after
 from encrypted_stores import KINDS, key_of
 from store_tools import ROW_IDENTITY, turn_of
 
+from towerd.errors import DiskLimitReached
 from towerd.store import Store
 from towerd.store.sessions.media import FILE_BYTES_MAX, SentMedium
 
 ONE, OTHER = (SentMedium(bytes([n]) * 16, b"picture %d " % n * 999) for n in (1, 2))
+AGAIN = replace(ONE, key=bytes(16), ordinal=1)
+"""The second of the media that are made of the same file."""
 
 
-def commit(store: Store, tokens: list[int], *media: SentMedium, session: str = "seen") -> None:
-    store.commit_turn(replace(turn_of(tokens, [4], session=session), media=media))
+def commit(
+    store: Store,
+    tokens: list[int],
+    *media: SentMedium,
+    session: str = "seen",
+    scope: str = "local",
+) -> None:
+    turn = turn_of(tokens, [4], session=session, scope=scope)
+    store.commit_turn(replace(turn, media=media))
 
 
-def row_of(store: Store, session: str = "seen") -> int:
-    row = store.media.session(session, "local")
+def row_of(store: Store, session: str = "seen", scope: str = "local") -> int:
+    row = store.media.session(session, scope)
     assert row is not None
     return row
+
+
+def files(root: Path) -> list[Path]:
+    return sorted((root / "media").iterdir())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -32,21 +48,31 @@ def test_media_are_kept_with_their_turns(kind: str, tmp_path: Path) -> None:
     root = tmp_path / "store"
     root.mkdir()
     KINDS[kind](root)
-    huge = SentMedium(bytes(16), bytes(FILE_BYTES_MAX + 1))
+    huge = SentMedium(bytes([3]) * 16, bytes(FILE_BYTES_MAX + 1))
     with Store.open(root, ROW_IDENTITY) as store:
-        commit(store, [1], ONE, huge)
-        commit(store, [1, 4, 2], ONE, OTHER, session="seen")
+        commit(store, [1], ONE, huge, AGAIN)
+        commit(store, [1, 4, 2], ONE, OTHER, AGAIN)
         commit(store, [7], OTHER, session="other")
     for is_lost in (False, True):
         if is_lost:
             (root / "catalog.sqlite").unlink()
-            assert len(list((root / "media").iterdir())) == 3
+        assert len(files(root)) == 2
         with Store.open(root, ROW_IDENTITY) as store:
-            assert store.media.keys(row_of(store)) == {ONE.key, OTHER.key}
-            assert store.media.keys(row_of(store, "other")) == {OTHER.key}
-            assert list(store.media.files(row_of(store), OTHER.key)) == [OTHER.file, ONE.file]
-            assert store.media.file(row_of(store, "other"), ONE.key) is None
-            assert store.media.session("seen", "tenant:other") is None
+            table, row = store.media, row_of(store)
+            assert table.keys(row) == {ONE.key, OTHER.key, AGAIN.key}
+            assert [table.file(row, each.key) for each in (ONE, OTHER, AGAIN)] == [
+                ONE.file,
+                OTHER.file,
+                ONE.file,
+            ]
+            entry = table.entry(row, AGAIN.key)
+            assert entry is not None
+            assert (entry.ordinal, entry.n_bytes) == (1, len(ONE.file))
+            assert table.keys(row_of(store, "other")) == {OTHER.key}
+            assert table.session("seen", "tenant:other") is None
+            assert (
+                table.session("seen", "local", store.state.identity.tokenizer_digest.hex()) == row
+            )
             assert store.verify().ok
 
 
@@ -61,37 +87,55 @@ def test_a_kill_keeps_what_was_acknowledged(tmp_path: Path) -> None:
 
     killed_after(work)
     with Store.open(root, ROW_IDENTITY) as store:
-        assert list(store.media.files(row_of(store), ONE.key)) == [ONE.file, OTHER.file]
+        for each in (ONE, OTHER):
+            assert store.media.file(row_of(store), each.key) == each.file
 
 
 def test_a_deleted_session_takes_its_media(tmp_path: Path) -> None:
-    """Nothing of them is in a file after the next gc; another session keeps its own."""
-    root = tmp_path / "store"
-    with Store.open(root, ROW_IDENTITY) as store:
-        commit(store, [1], ONE)
+    """Their files go at once, unless another session has them; what a crash left behind goes with the next gc."""
+    with Store.open(tmp_path, ROW_IDENTITY) as store:
+        commit(store, [1], ONE, OTHER)
         commit(store, [7], OTHER, session="other")
         deleted = row_of(store)
         store.delete_session("seen")
         assert store.media.keys(deleted) == set()
-        assert store.gc().bytes_freed >= len(ONE.file)
-        assert store.media.file(row_of(store, "other"), OTHER.key) == OTHER.file
-        for path in root.rglob("*"):
-            assert not path.is_file() or ONE.file[:50] not in path.read_bytes(), path
+        (left,) = files(tmp_path)
+        assert left.read_bytes() == OTHER.file
+        store.delete_session("other")
+        assert files(tmp_path) == []
+        (tmp_path / "media" / "orphan").write_bytes(b"x" * 999)
+        assert store.gc().bytes_freed >= 999
+        assert files(tmp_path) == []
         assert store.verify().ok
 
 
-def test_a_damaged_file_is_told_and_not_served(tmp_path: Path) -> None:
+def test_tenants_share_no_file(tmp_path: Path) -> None:
+    with Store.open(tmp_path, ROW_IDENTITY) as store:
+        for tenant in ("tenant:ann", "tenant:bob"):
+            commit(store, [1], ONE, scope=tenant)
+            commit(store, [7], ONE, scope=tenant, session="other")
+        assert len(files(tmp_path)) == 2
+        store.delete_session("seen", "tenant:ann")
+        store.delete_session("other", "tenant:ann")
+        assert len(files(tmp_path)) == 1
+        assert store.media.file(row_of(store, scope="tenant:bob"), ONE.key) == ONE.file
+
+
+def test_what_is_damaged_is_told_and_kept_when_it_is_sent_again(tmp_path: Path) -> None:
+    """One that is gone at once, one whose content changed after `verify --repair`."""
     with Store.open(tmp_path, ROW_IDENTITY) as store:
         commit(store, [1], ONE)
-        (path,) = (tmp_path / "media").iterdir()
-        path.write_bytes(path.read_bytes().replace(b"picture", b"pictura", 1))
-        assert store.media.file(row_of(store), ONE.key) is None
-        assert store.verify().problems == (
-            f"media/{path.name}: a picture or sound is damaged or missing",
-        )
-        path.unlink()
-        assert store.media.file(row_of(store), ONE.key) is None
-        assert not store.verify().ok
+        for damage in (Path.unlink, lambda path: path.write_bytes(bytes(len(ONE.file)))):
+            (path,) = files(tmp_path)
+            damage(path)
+            assert store.media.file(row_of(store), ONE.key) is None
+            (problem,) = store.verify().problems
+            assert problem == f"media/{path.name}: a picture or sound is damaged or missing"
+            if path.exists():
+                store.verify(repair=True)
+            commit(store, [1, 4, 2], ONE)
+            assert store.media.file(row_of(store), ONE.key) == ONE.file
+            assert store.verify().ok
 
 
 def test_media_are_encrypted_with_their_store(tmp_path: Path) -> None:
@@ -101,7 +145,30 @@ def test_media_are_encrypted_with_their_store(tmp_path: Path) -> None:
         commit(store, [1], ONE)
     with Store.open(root, ROW_IDENTITY, encrypt=key_of(root)) as store:
         commit(store, [1, 4, 2], OTHER)
-        for path in (root / "media").iterdir():
+        assert len(files(root)) == 2
+        for path in files(root):
             assert b"picture" not in path.read_bytes()
-        assert list(store.media.files(row_of(store), OTHER.key)) == [OTHER.file, ONE.file]
+        assert store.media.file(row_of(store), ONE.key) == ONE.file
         assert store.verify().ok
+
+
+def test_media_leave_before_a_turn_is_refused(tmp_path: Path) -> None:
+    """The oldest first, when text needs the room of the limit; one for which there is none is not kept, but its turn is."""
+    large = [SentMedium(bytes([n]) * 16, os.urandom(1 << 20)) for n in range(3)]
+    with Store.open(tmp_path, ROW_IDENTITY) as store:
+        store.disk.bytes_max = 8 << 20
+        for n, each in enumerate(large):
+            commit(store, [n + 1], each, session=str(n))
+        (tmp_path / "notes").write_bytes(bytes(5 << 20))
+        store.disk.make_room(0)  # looks again
+        store.disk.check()
+        kept = [bool(store.media.keys(row_of(store, str(n)))) for n in range(3)]
+        assert kept == sorted(kept) != [True] * 3
+        (tmp_path / "more").write_bytes(bytes(8 << 20))
+        store.disk.make_room(0)
+        with pytest.raises(DiskLimitReached):
+            store.disk.check()
+        assert files(tmp_path) == []
+        commit(store, [9], large[0], session="late")
+        assert files(tmp_path) == []
+        assert store.session_ids("late").tolist() == [9, 4]

@@ -67,6 +67,8 @@ class GenerateRequest:
     """Pictures and sounds in `ids`, to be evaluated where their rows are missing."""
     kept_media: Callable[[Ids], Medium | None] | None = None
     """Makes one that is not among `media` from what the store has of it. Raises TowerdError; blocks."""
+    keeps_media: bool = True
+    """Whether the store keeps the files of `media`."""
     reply: Reply | None = None
     """Samples and keeps the text; None: the engine makes one from `fields` if it generates."""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -517,7 +519,9 @@ def check_text(text: str, bytes_max: int) -> None:
         )
 
 
-KEPT_FIELDS = ("retention", "live_budget", "retention_scope", "lora", "n_cache_reuse", "id_slot")
+KEPT_FIELDS = (
+    "retention", "live_budget", "retention_scope", "lora", "n_cache_reuse", "id_slot", "store",
+)  # fmt: skip
 """Fields of a body that towerd reads itself."""
 
 

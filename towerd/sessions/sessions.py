@@ -239,7 +239,7 @@ class Sessions:
             # Only the beginning of a shortened prompt has reusable rows.
             n_cached = min(n_cached, finish.n_rows)
         sent: Sequence[SentMedium] = ()
-        if answered and request.media:
+        if answered and request.media and request.keeps_media:
             sent = await asyncio.to_thread(_sent, request.media)
         turn = Turn(
             scope=request.scope,
@@ -262,5 +262,9 @@ class Sessions:
 
 def _sent(media: Sequence[Medium]) -> list[SentMedium]:
     """What a client sent for the media of its request."""
-    files = ((each.ids, each.file) for each in media)
-    return [SentMedium(medium_key(ids), file) for ids, file in files if file is not None]
+    files = {each.file_id: each.file for each in {each.file_id: each for each in media}.values()}
+    return [
+        SentMedium(medium_key(each.ids), file, each.ordinal)
+        for each in media
+        if (file := files[each.file_id]) is not None
+    ]

@@ -149,8 +149,11 @@ class Config:
         auto="32 GiB, but at most half of what is free")
     disk_max: int = _set(0, "size", "--disk-max",
         "Bytes that all of the store may take on the disk, including its index and journal, such as 50G. Attention state "
-        "is deleted to keep to it; conversations never are, and when they alone take all of it, requests are refused. 0: no limit.",
+        "is deleted to keep to it, and then the oldest pictures and sounds; tokens never are, and when they alone take all of it, requests are refused. 0: no limit.",
         low=0)
+    keep_media: bool = _set(True, "bool", "--keep-media",
+        "Keep the pictures and sounds of conversations, up to 32 MiB each, so that they can be shown on any device, and evaluated again when their "
+        "attention state is gone.", off="--no-keep-media")
     encrypt: str | None = _set(None, "text", "--encrypt",
         "Encrypt what the store has on the disk, with a key from the system's keyring (keyring), a file (file:PATH, made if "
         "it is missing), or a passphrase (passphrase, from TOWERD_PASSPHRASE or the terminal). A store with "

@@ -107,7 +107,7 @@ class Store:
         self.media = MediaTable(state)
         self.vocabularies = Vocabularies(state.directory.tokenizers, state.directory.files)
         """The vocabularies of the tokenizers whose sessions the store has."""
-        self.foreign = ForeignSessions(state, self.deletions)
+        self.foreign = ForeignSessions(state, self.deletions, self.media)
         """The sessions of other tokenizers."""
         self.cold = ColdTable(state, self._sessions, self.bases)
         replica = Replica(state, self.bases, self.cold, self.deletions)
@@ -381,7 +381,7 @@ class Store:
         if not 0 <= n_cached <= len(data) // ID_BYTES:
             raise ValueError(f"n_cached {n_cached} of {len(data) // ID_BYTES} tokens")
         tail = data[n_cached * ID_BYTES :]
-        with self.state.locked():
+        with self.media.written(turn.media, turn.scope) as media, self.state.locked():
             # under whatever adapters: other rows, but the same conversation
             others = self._sessions.other_scopes(turn.scope)
             known = self.state.tree.matched(prompt, turn.scope, others)
@@ -391,7 +391,7 @@ class Store:
                 node_ends = growth.grow_turn(data, turn.scope, n_prompt, n_cached, turn.n_base)
                 session, is_new = self._sessions.enter(turn, known, growth.now)
                 turn_id = self._sessions.record(session, turn, known, node_ends, tail, growth.now)
-                self.media.keep(session.pk, turn.media, growth.now)
+                self.media.enter(session.pk, media, growth.now)
             self.state.touch(node_ends[1])
         return TurnResult(session.id, node_ends[1], is_new, turn_id)
 
@@ -522,7 +522,8 @@ class Store:
         its way into it is not recorded (`watch_deletions`). Raises as `session`."""
         with self.state.locked():
             found, nodes = self._sessions.find(id, scope), self.state.tree.nodes
-            self.cold.forget(self._sessions.delete(found, nodes, self.deletions))
+            with self.media.leaving(found.pk):
+                self.cold.forget(self._sessions.delete(found, nodes, self.deletions))
 
     def keep_response(self, new: NewResponse, session: str, scope: str) -> bool:
         """Keep a response whose turn is in the session of this id and scope; "": it is in none. Returns

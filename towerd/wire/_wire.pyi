@@ -16,7 +16,13 @@ class Medium:
         """The ids that stand for it in the prompt; see `towerd.media_ids`."""
     @property
     def file(self) -> bytes | None:
-        """What the client sent, for the first medium that is made of it; None for the others."""
+        """What it is made of, as the client sent it; None where that is not known."""
+    @property
+    def file_id(self) -> int:
+        """Tells media of the same file in one prompt."""
+    @property
+    def ordinal(self) -> int:
+        """Which of the media of its file it is in its prompt."""
 
 class Encoded:
     """A medium encoded by a projector."""
@@ -125,8 +131,8 @@ class Model:
     def count_tokens(self, endpoint: Endpoint, body: bytes) -> bytes:
         """The reply to the token counter of `chat`, `responses` or `messages`. Raises WireError."""
 
-    def media_of(self, file: bytes, n_times: int) -> list[Medium]:
-        """The media that a file is made into where a prompt has it `n_times`, in their order. Raises WireError."""
+    def medium_at(self, file: bytes, ordinal: int) -> Medium:
+        """The `ordinal`th medium of a file in a prompt that has the file often enough. Raises WireError."""
 
 class Request:
     """One completion request. Never changes; any thread may use it."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from aiohttp import web
 
 from towerd.api.admin.sessions import ROW_MAX, in_either
+from towerd.api.http.body import BODIES
 from towerd.api.http.fields import integer_query
 from towerd.api.http.keys import TENANT, service_of
 from towerd.api.http.media_type import media_type_of
@@ -22,6 +23,7 @@ from towerd.store.sessions.media import KEY_BYTES, medium_key
 from towerd.store.tree.scope import tenant_of
 from towerd.tokens import Ids
 
+_PIECE_BYTES = 1 << 16
 _KEY = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")
 
 
@@ -47,28 +49,39 @@ async def get_chat(request: web.Request) -> web.Response:
     return raw_reply(await asyncio.to_thread(encode, out))
 
 
-async def get_medium(request: web.Request) -> web.Response:
+async def get_medium(request: web.Request) -> web.StreamResponse:
     """A picture or a sound of a conversation, as its client sent it."""
     store, key = service_of(request).store, request.match_info["key"]
-    file = None
-    info = await asyncio.to_thread(in_either(request, store.session, store.foreign.session))
-    if not isinstance(info, ForeignSession) and _KEY.fullmatch(key):
-        row = await asyncio.to_thread(store.media.session, info.id, info.scope)
-        if row is not None:
-            file = await asyncio.to_thread(store.media.file, row, bytes.fromhex(key))
+    found = await asyncio.to_thread(in_either(request, store.session, store.foreign.session))
+    info = found.info if isinstance(found, ForeignSession) else found
+    row = await asyncio.to_thread(store.media.session, info.id, info.scope, info.tokenizer)
+    entry = file = None
+    if row is not None and _KEY.fullmatch(key):
+        entry = await asyncio.to_thread(store.media.entry, row, bytes.fromhex(key))
+    if entry is not None:
+        await request.app[BODIES].claim_reply(request, 2 * entry.n_bytes, 0)
+        file = await asyncio.to_thread(store.media.read, entry)
     if file is None:
         raise NotFound(
             f"there is no medium {key[:64]!r} of session {request.match_info['id'][:200]!r}"
         )
     headers = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox"}
-    kind = media_type_of(file) or "application/octet-stream"
-    return web.Response(body=file, content_type=kind, headers=headers)
+    response = web.StreamResponse(headers=headers)
+    response.content_type = media_type_of(file) or "application/octet-stream"
+    response.content_length = len(file)
+    await response.prepare(request)
+    for at in range(
+        0, len(file), _PIECE_BYTES
+    ):  # what was claimed is held until its client has all of it
+        await response.write(file[at : at + _PIECE_BYTES])
+    await response.write_eof()
+    return response
 
 
 def _media(store: Store, info: SessionInfo, ids: Ids) -> Iterator[str | None]:
     """The name of each medium in the tokens of a conversation; None: what its client sent is not kept."""
     spans = spans_of(ids)
-    row = store.media.session(info.id, info.scope) if spans and not info.tokenizer else None
+    row = store.media.session(info.id, info.scope, info.tokenizer) if spans else None
     known = set() if row is None else store.media.keys(row)
     for start, end in spans:
         key = medium_key(ids[start:end])

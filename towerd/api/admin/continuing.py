@@ -29,7 +29,7 @@ from towerd.api.llama.task import Task, parse_task
 from towerd.errors import Forbidden, InvalidRequest
 from towerd.model.speakers import message_starts
 from towerd.search.reading import ReadBranch
-from towerd.sessions.kept_media import KeptMedia
+from towerd.sessions.session_media import SessionMedia
 from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.store.sessions.foreign import ForeignSession
 from towerd.store.tree.scope import tenant_of
@@ -97,7 +97,7 @@ async def _continuing(request: web.Request) -> tuple[Task, str]:
     own_scope = info.scope if engine.adapters.has(info.scope) else ""
     media = service.store.media
     row = await asyncio.to_thread(media.session, info.id, info.scope)
-    kept = None if row is None else KeptMedia(media, row, engine.wire.model).find
+    kept = None if row is None else SessionMedia(media, row, engine.wire.model).find
     task = await parse_task(
         "chat",
         data,

@@ -10,7 +10,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"BM", "image/bmp"),
     (8, b"WAVE", "audio/wav"),
     (0, b"ID3", "audio/mpeg"),
-    (0, b"\xff\xfb", "audio/mpeg"),
+    *((0, b"\xff" + bytes([byte]), "audio/mpeg") for byte in (0xFA, 0xFB, 0xF2, 0xF3)),
     (0, b"fLaC", "audio/flac"),
 )
 """(offset, bytes there, media type)."""

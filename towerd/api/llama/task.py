@@ -328,6 +328,7 @@ async def parse_task(
         live=live,
         reuse_tokens_min=_reuse_tokens_min(wire.field("n_cache_reuse")),
         kept_media=kept_media,
+        keeps_media=_keeps_media(endpoint, wire.field("store"), config),
     )
     return Task(
         engine, template, prompts, first, writer, sees_slots=tenant.sees_all, pending=pending
@@ -360,6 +361,12 @@ def _new_reply(request: Request, index: int) -> Reply:
 
 def _decoded(value: bytes | None) -> Any:
     return None if value is None else msgspec.json.decode(value)
+
+
+def _keeps_media(endpoint: Endpoint, store: bytes | None, config: Config) -> bool:
+    """Whether the store keeps the files of a request's media: not the sound of a transcription, whose text is what
+    matters, nor where the body has `"store": false`."""
+    return config.keep_media and endpoint != "transcription" and _decoded(store) is not False
 
 
 def _agent(text: bytes) -> str | None:

@@ -253,18 +253,22 @@ CREATE INDEX responses_conversation ON responses(conversation) WHERE conversatio
 CREATE INDEX responses_session ON responses(session) WHERE session IS NOT NULL;
 """
 _MEDIA = """
--- what clients sent for the media of sessions: files in media/; key: of the ids that stand for the first medium that
--- a file is made into
+-- media of sessions whose file is kept in media/; key: of the ids that stand for it; ordinal: which of the media it is
+-- that are made of its file
 CREATE TABLE media (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     session INTEGER NOT NULL REFERENCES sessions,
     key BLOB NOT NULL CHECK (length(key) = 16),
+    ordinal INTEGER NOT NULL,
     name TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
     digest BLOB NOT NULL CHECK (length(digest) = 16),
     created REAL NOT NULL,
     seal INTEGER NOT NULL DEFAULT 0x4000000000000000,
     UNIQUE (session, key)
 ) STRICT;
+CREATE INDEX media_name ON media(name);
+CREATE INDEX media_digest ON media(digest);
 """
 MIGRATIONS = {8: _RESPONSES, 9: _MEDIA}
 """By version, what leads from it to the next one."""

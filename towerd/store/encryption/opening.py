@@ -18,7 +18,7 @@ KEY_FILES = ("keys.json", "keys.copy")
 """Their presence says that a store is encrypted."""
 _SEALED_FRAME = b"\xf3TWJ\0\x01"
 """How a record of the journal begins that is sealed, but for its fifth byte."""
-_CONTENT = ("catalog.sqlite", "journal", "segments")
+_CONTENT = ("catalog.sqlite", "journal", "segments", "media")
 
 
 def ask_passphrase(root: Path, encrypt: str | None) -> None:

@@ -20,7 +20,7 @@ DAY_S = 86_400.0
 class Directory:
     """`segments/` holds catalogued files, `tmp/` files being written, `quarantine/` damaged
     ones, `journal/` the second copy of the catalog, `boundaries/` state checkpoints. `tables/`, created on demand, holds
-    tables for reading frozen sessions; `tokenizers/` vocabularies; `bases/` transform bases. Directories are 0700, files 0600."""
+    tables for reading frozen sessions; `tokenizers/` vocabularies; `bases/` transform bases; `media/` pictures and sounds. Directories are 0700, files 0600."""
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ class LimitedFolders(Protocol):
     tmp: Path
     quarantine: Path
     checkpoints: Path
+    media: Path
     catalog: Path
 
 
@@ -42,6 +43,8 @@ class DiskUse:
     """Catalog, journal, search index, vocabularies: what cannot leave, with room to write the catalog once more."""
     checkpoints: int
     set_aside: int
+    media: int
+    """Pictures and sounds, which leave last."""
 
 
 class DiskLimit:
@@ -57,11 +60,12 @@ class DiskLimit:
         self._folders = directory
         self._clock = clock
         self._lock = threading.Lock()
-        self._use = DiskUse(0, 0, 0)
+        self._use = DiskUse(0, 0, 0, 0)
         self._due_s = float("-inf")
         self._evict: Callable[[int], None] = lambda bytes_max: None
         self._rows_bytes: Callable[[], int] = lambda: 0
         self._trim_checkpoints: Callable[[], None] | None = None
+        self._trim_media: Callable[[int], None] = lambda n_bytes: None
 
     def rows_leave_by(self, evict: Callable[[int], None], rows_bytes: Callable[[], int]) -> None:
         """evict: called with the bytes that segment files may have; rows_bytes: those that they have"""
@@ -70,6 +74,10 @@ class DiskLimit:
     def checkpoints_leave_by(self, trim: Callable[[], None]) -> None:
         """trim: has those leave, soon, that are more than `checkpoint_bytes_max`. Without it none leave."""
         self._trim_checkpoints = trim
+
+    def media_leave_by(self, trim: Callable[[int], None]) -> None:
+        """trim: deletes files of media, so many bytes at least"""
+        self._trim_media = trim
 
     @property
     def spare_bytes(self) -> int:
@@ -119,7 +127,7 @@ class DiskLimit:
         if not self.bytes_max:
             return True
         use = self._look()
-        taken = use.text + use.checkpoints + use.set_aside + self._rows_bytes()
+        taken = use.text + use.media + use.checkpoints + use.set_aside + self._rows_bytes()
         taken += self.unnamed_bytes + self.spare_bytes // 2
         return taken + n_bytes <= self.bytes_max
 
@@ -134,7 +142,11 @@ class DiskLimit:
         return bool(self.bytes_max) and self.use().set_aside > max(0, self._left(self.use()))
 
     def check(self) -> None:
-        """Raises DiskLimitReached if what cannot leave takes all of it."""
+        """Raises DiskLimitReached if what cannot leave takes all of it. Pictures and sounds leave before."""
+        if self.bytes_max and (left := self._left(self.use())) < 0 and self.use().media:
+            self._trim_media(-left)
+            with self._lock:
+                self._due_s = float("-inf")
         if self.bytes_max and self._left(self.use()) < 0:
             raise DiskLimitReached(
                 f"Conversations, their index and journal need {self.use().text >> 20} MiB of the "
@@ -146,21 +158,23 @@ class DiskLimit:
         if not self.bytes_max:
             return {"disk_bytes_max": None, "disk_other_bytes": None}
         use = self.use()
-        other = use.text + use.checkpoints + use.set_aside
+        other = use.text + use.media + use.checkpoints + use.set_aside
         return {"disk_bytes_max": self.bytes_max, "disk_other_bytes": other}
 
     def _left(self, use: DiskUse) -> int:
         """What text leaves for all else."""
-        stays = use.text if self._trim_checkpoints else use.text + use.checkpoints
+        stays = use.text + use.media + (0 if self._trim_checkpoints else use.checkpoints)
         return self.bytes_max - self.spare_bytes - stays - self.unnamed_bytes
 
     def _look(self) -> DiskUse:
         of = self._folders
-        apart = {str(each) for each in (of.segments, of.tmp, of.quarantine, of.checkpoints)}
+        folders = of.segments, of.tmp, of.quarantine, of.checkpoints, of.media
+        apart = set(map(str, folders))
         text = sum(_sizes(str(of.root), apart)) + _size(str(of.catalog))
-        return DiskUse(
-            text, sum(_sizes(str(of.checkpoints), set())), sum(_sizes(str(of.quarantine), set()))
+        others = (
+            sum(_sizes(str(each), set())) for each in (of.checkpoints, of.quarantine, of.media)
         )
+        return DiskUse(text, *others)
 
 
 def _sizes(folder: str, apart: Collection[str]) -> Iterator[int]:

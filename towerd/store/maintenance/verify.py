@@ -281,7 +281,7 @@ def verify(
         done += size
         if progress is not None:
             progress(done, total)
-    found += [*cold.damaged(), *media.problems()]
+    found += [*cold.damaged(), *media.check(repair=repair)]
     if repair:
         found += _repair(state.catalog)
     return VerifyReport(

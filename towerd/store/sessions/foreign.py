@@ -16,6 +16,7 @@ from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.sessions.deletions import Deletions, DeletionWatch
 from towerd.store.sessions.frozen import FrozenSession, damaged_session, read_coded
 from towerd.store.sessions.history import History, add_history, copy_history
+from towerd.store.sessions.media import MediaTable
 from towerd.store.sessions.sessions import SessionRow, SessionTable
 from towerd.store.sessions.turn import SessionInfo, TurnInfo
 from towerd.store.state.state import StoreState, load_foreign
@@ -74,8 +75,9 @@ class ForeignSessions:
     `tokenizer`, the hex digest of one, tells sessions of one id apart; of several, the one used
     last is meant."""
 
-    def __init__(self, state: StoreState, deletions: Deletions) -> None:
+    def __init__(self, state: StoreState, deletions: Deletions, media: MediaTable) -> None:
         self._state = state
+        self._media = media
         self._deletions = deletions
 
     def listing(self, scope: str | None, limit: int) -> list[SessionInfo]:
@@ -191,7 +193,8 @@ class ForeignSessions:
             nodes = {}
             if self._state.catalog.is_shared:  # another process may be answering it
                 nodes = _nodes_of(self._state, row)
-            table.delete(row, nodes, self._deletions)
+            with self._media.leaving(row.pk):
+                table.delete(row, nodes, self._deletions)
 
     def _find(
         self, id: str, scope: str | None, tokenizer: str

@@ -1,25 +1,33 @@
 """Pictures and sounds of sessions, as their clients sent them: with these they are evaluated again where their rows are
 gone, and shown to who reads the conversation on another device.
 
-    media/NAME    the file of one medium of one session; the catalog has its checksum
+    media/NAME    what a client sent; sessions of one tenant share it
+
+The catalog says which media of which session are made of it. Their conversation does not need them: where the disk is full they
+are not kept, and the oldest leave for `--disk-max`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from towerd.errors import StoreError
 from towerd.slots.errors import StateError
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.files import durable
 from towerd.store.files.directory import remove_file
 from towerd.store.state.state import StoreState
+from towerd.store.tree.scope import tenant_of
 from towerd.tokens import Ids, ids_bytes
+
+log = logging.getLogger(__name__)
 
 KEY_BYTES = 16
 FILE_BYTES_MAX = 32 << 20
@@ -28,10 +36,22 @@ FILE_BYTES_MAX = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class SentMedium:
-    """A file that a client sent. `key`: of the ids that stand for the first medium that is made of it."""
+    """A medium of a prompt. `key`: of its ids; file: what it is made of; ordinal: which of the media that are made of that."""
 
     key: bytes
     file: bytes
+    ordinal: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMedium:
+    """A medium whose file is kept, under this name."""
+
+    key: bytes
+    ordinal: int
+    name: str
+    digest: bytes
+    n_bytes: int
 
 
 def medium_key(ids: Ids) -> bytes:
@@ -41,72 +61,154 @@ def medium_key(ids: Ids) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class MediaTable:
-    """The media of the sessions of one tokenizer. Thread-safe."""
+    """The media of all sessions, by the session's row. Thread-safe."""
 
     state: StoreState
 
-    def session(self, id: str, scope: str) -> int | None:
-        """The row of a session, by which the others are asked; None: there is none."""
-        sql = "SELECT pk FROM sessions WHERE (tokenizer, scope, id) = (?, ?, ?)"
+    def __post_init__(self) -> None:
+        self.state.directory.limit.media_leave_by(self.trim)
+
+    # --- reading --------------------------------------------------------------------------
+
+    def session(self, id: str, scope: str, tokenizer: str = "") -> int | None:
+        """The row of a session, by which the others are asked; None: there is none. tokenizer: the hex digest of
+        another one than the served model's."""
+        digest = bytes.fromhex(tokenizer) or self.state.identity.tokenizer_digest
+        sql = (
+            "SELECT pk FROM sessions JOIN tokenizers ON tokenizers.id = tokenizer"
+            " WHERE (digest, scope, sessions.id) = (?, ?, ?)"
+        )
         with self.state.locked():
-            rows = self.state.catalog.rows(sql, (self.state.identity.tokenizer, scope, id))
+            rows = self.state.catalog.rows(sql, (digest, scope, id))
         return rows[0][0] if rows else None
 
     def keys(self, session: int) -> set[bytes]:
         """The names of a session's media."""
         with self.state.locked():
-            return self._keys(session)
+            return set(self._names(session))
+
+    def entry(self, session: int, key: bytes) -> KeptMedium | None:
+        """Where a medium's file is; None: it is not kept."""
+        with self.state.locked():
+            rows = self.state.catalog.sealed("media", "session = ? AND key = ?", (session, key))
+        return _entry(rows[0]) if rows else None
+
+    def read(self, entry: KeptMedium) -> bytes | None:
+        """What was sent; None: it is damaged or gone."""
+        with suppress(OSError, StateError):
+            data = bytes(self.state.directory.files.read(self._path(entry.name)))
+            if _digest(data) == entry.digest:
+                return data
+        return None
 
     def file(self, session: int, key: bytes) -> bytes | None:
         """What was sent; None: it is not kept, or is damaged."""
+        entry = self.entry(session, key)
+        return None if entry is None else self.read(entry)
+
+    # --- keeping --------------------------------------------------------------------------
+
+    @contextmanager
+    def written(self, media: Sequence[SentMedium], scope: str) -> Iterator[list[KeptMedium]]:
+        """Write the files of a turn, durably, before its transaction: nothing removes them inside the block. What cannot be kept
+        is left out. scope: of its session."""
+        with ExitStack() as names:
+            of_digest: dict[bytes, str | None] = {}
+            found = []
+            for each in media:
+                if not 0 < len(each.file) <= FILE_BYTES_MAX:
+                    continue
+                digest = _digest(each.file)
+                if digest not in of_digest:
+                    of_digest[digest] = self._written(digest, each.file, scope, names)
+                if name := of_digest[digest]:
+                    found.append(KeptMedium(each.key, each.ordinal, name, digest, len(each.file)))
+            yield found
+
+    def enter(self, session: int, media: Sequence[KeptMedium], now: float) -> None:
+        """Enter the media of a turn, inside its transaction. What the session has of them under another name may be damaged,
+        and is replaced."""
+        catalog, known = self.state.catalog, self._names(session) if media else {}
+        for each in media:
+            if known.get(each.key) == each.name:
+                continue
+            if each.key in known:
+                which = session, each.key
+                catalog.run("DELETE FROM media WHERE session = ? AND key = ?", which)
+            known[each.key] = each.name
+            catalog.insert(
+                "media",
+                session=session,
+                key=each.key,
+                ordinal=each.ordinal,
+                name=each.name,
+                bytes=each.n_bytes,
+                digest=each.digest,
+                created=now,
+            )
+
+    # --- leaving --------------------------------------------------------------------------
+
+    @contextmanager
+    def leaving(self, session: int) -> Iterator[None]:
+        """The session is deleted inside the block. Its files that no other one has are removed then."""
         with self.state.locked():
-            rows = self.state.catalog.sealed("media", "session = ? AND key = ?", (session, key))
-        return self._read(rows[0]) if rows else None
-
-    def files(self, session: int, first: bytes) -> Iterator[bytes]:
-        """All of a session, the one of the name `first` before the others."""
-        for key in sorted(self.keys(session), key=lambda key: key != first):
-            if (found := self.file(session, key)) is not None:
-                yield found
-
-    def keep(self, session: int, media: Sequence[SentMedium], now: float) -> None:
-        """Keep those that a session does not have, durably, inside a transaction: one that fails leaves files, which
-        `sweep` removes. Raises DiskFull or StoreError."""
-        for each in _new(media, self._keys(session) if media else set()):
-            name = secrets.token_hex(16)
-            self._write(name, memoryview(each.file))
-            digest = _digest(each.file)
-            facts = {"key": each.key, "name": name, "digest": digest, "created": now}
-            self.state.catalog.insert("media", session=session, **facts)
+            names = set(self._names(session).values())
+        yield
+        self._remove_unused(names)
 
     def sweep(self) -> int:
         """Delete the files that no session has; returns the bytes freed."""
-        # A transaction, so that no process is between a file and its row.
-        with self.state.locked(), self.state.catalog.transaction():
-            known = {name for (name,) in self.state.catalog.rows("SELECT name FROM media")}
-            return sum(remove_file(path) for path in self._paths() if path.name not in known)
+        return self._remove_unused(path.name for path in self._paths())
 
-    def problems(self) -> list[str]:
-        """What is damaged or missing."""
+    def trim(self, n_bytes: int) -> None:
+        """Delete the oldest files, so many bytes at least."""
+        sql = "SELECT name, max(bytes) FROM media GROUP BY name ORDER BY max(created), name"
+        gone = []
+        with self.state.locked(), self.state.catalog.transaction():
+            for name, size in self.state.catalog.rows(sql):
+                if n_bytes <= 0:
+                    break
+                n_bytes -= size
+                gone.append(name)
+                self.state.catalog.run("DELETE FROM media WHERE name = ?", (name,))
+        self._remove_unused(gone)
+
+    def check(self, *, repair: bool) -> list[str]:
+        """What is damaged or missing, in sentences. repair: and is forgotten, so that it is kept when it is sent again."""
+        found = []
         with self.state.locked():
             rows = self.state.catalog.sealed("media", "1", ())
-        lost = [row for row in rows if self._read(row) is None]
+        for entry in {row["name"]: _entry(row) for row in rows}.values():
+            if self.read(entry) is None and self._is_used(entry.name):
+                found.append(f"media/{entry.name}: a picture or sound is damaged or missing")
+                if repair:
+                    self._forget(entry.name)
+        return found
+
+    def _written(self, digest: bytes, data: bytes, scope: str, names: ExitStack) -> str | None:
+        """The name of a file of this content, which stays as long as `names`; None: it cannot be kept."""
+        of, catalog = self.state.directory, self.state.catalog
+        sql = (
+            "SELECT DISTINCT name, scope FROM media JOIN sessions ON pk = session WHERE digest = ?"
+        )
         with self.state.locked():
-            there = {name for (name,) in self.state.catalog.rows("SELECT name FROM media")}
-        return [
-            f"media/{row['name']}: a picture or sound is damaged or missing"
-            for row in lost
-            if row["name"] in there
-        ]
-
-    def _keys(self, session: int) -> set[bytes]:
-        rows = self.state.catalog.rows("SELECT key FROM media WHERE session = ?", (session,))
-        return {key for (key,) in rows}
-
-    def _paths(self) -> list[Path]:
-        with suppress(FileNotFoundError):
-            return list(self.state.directory.media.iterdir())
-        return []
+            rows = catalog.rows(sql, (digest,))
+        for name, whose in rows:
+            if tenant_of(whose) == tenant_of(scope):
+                names.enter_context(catalog.being_written(name))
+                with suppress(OSError):
+                    if self._path(name).stat().st_size == of.files.disk_size(len(data)):
+                        return str(name)
+        name = secrets.token_hex(16)
+        names.enter_context(catalog.being_written(name))
+        try:
+            if of.limit.make_room(of.files.disk_size(len(data))):
+                self._write(name, memoryview(data))
+                return name
+        except StoreError as error:
+            log.warning("a picture or sound is not kept", extra={"error": str(error)})
+        return None
 
     def _write(self, name: str, data: memoryview) -> None:
         of, folder = self.state.directory, self.state.directory.media
@@ -116,25 +218,49 @@ class MediaTable:
                 durable.sync_dir(folder.parent)
             with of.files.create(of.tmp / name, folder / name, len(data)) as file:
                 file.write(data, 0)
+        of.writes.add("catalog", len(data))  # as all that a conversation consists of
 
-    def _read(self, row: dict[str, Any]) -> bytes | None:
-        with suppress(OSError, StateError):
-            data = bytes(self.state.directory.files.read(self.state.directory.media / row["name"]))
-            if _digest(data) == row["digest"]:
-                return data
-        return None
+    def _names(self, session: int) -> dict[bytes, str]:
+        """The file of each medium of a session, by key."""
+        sql = "SELECT key, name FROM media WHERE session = ?"
+        return dict(self.state.catalog.rows(sql, (session,)))
+
+    def _is_used(self, name: str) -> bool:
+        with self.state.locked():
+            return bool(self.state.catalog.rows("SELECT 1 FROM media WHERE name = ?", (name,)))
+
+    def _forget(self, name: str) -> None:
+        with self.state.locked(), self.state.catalog.transaction():
+            self.state.catalog.run("DELETE FROM media WHERE name = ?", (name,))
+        self._remove_unused([name])
+
+    def _remove_unused(self, names: Iterable[str]) -> int:
+        """Remove those of these files that no session has; returns the bytes freed."""
+        listed = list(names)
+        with self.state.locked():
+            spared = {name for (name,) in self.state.catalog.rows("SELECT name FROM media")}
+            spared |= set(
+                self.state.catalog.writing()
+            )  # after the list, and before what it says is entered
+            unused = [self._path(name) for name in listed if name not in spared]
+            return sum(map(remove_file, unused))
+
+    def _path(self, name: str) -> Path:
+        return self.state.directory.media / name
+
+    def _paths(self) -> list[Path]:
+        with suppress(FileNotFoundError):
+            return list(self.state.directory.media.iterdir())
+        return []
 
 
 def forget_media(catalog: Catalog, session: int) -> None:
-    """Delete those of a session, inside the transaction that deletes it; the next gc removes the files."""
+    """Delete those of a session, inside the transaction that deletes it."""
     catalog.run("DELETE FROM media WHERE session = ?", (session,))
 
 
-def _new(media: Iterable[SentMedium], known: set[bytes]) -> Iterator[SentMedium]:
-    for each in media:
-        if each.key not in known and 0 < len(each.file) <= FILE_BYTES_MAX:
-            known.add(each.key)
-            yield each
+def _entry(row: dict[str, Any]) -> KeptMedium:
+    return KeptMedium(row["key"], row["ordinal"], row["name"], row["digest"], row["bytes"])
 
 
 def _digest(data: bytes) -> bytes:

@@ -199,7 +199,9 @@ void bind_media(nb::module_ & m) {
                 return nb::none();
             }
             return nb::bytes(medium.file->data(), medium.file->size());
-        });
+        })
+        .def_prop_ro("file_id", [](const Medium & medium) { return reinterpret_cast<uintptr_t>(medium.file.get()); })
+        .def_ro("ordinal", &Medium::ordinal);
     nb::class_<Encoded>(m, "Encoded");
     nb::class_<Projector>(m, "Projector")
         .def(
@@ -279,17 +281,17 @@ void bind_model(nb::module_ & m) {
                  return bytes_of(unlocked([&] { return count_reply(model, endpoint_named(endpoint).type, text); }));
              },
              "endpoint"_a, "body"_a)
-        .def("media_of",
-             [](const Model & model, const nb::bytes & data, size_t n_times) {
+        .def("medium_at",
+             [](const Model & model, const nb::bytes & data, size_t ordinal) {
                  const auto *     begin = reinterpret_cast<const uint8_t *>(data.c_str());
                  const raw_buffer file(begin, begin + data.size());
                  return unlocked([&] {
-                     std::vector<Medium> media;
-                     answering(ERROR_TYPE_INVALID_REQUEST, [&] { media = media_of(model, file, n_times); });
-                     return media;
+                     std::optional<Medium> medium;
+                     answering(ERROR_TYPE_INVALID_REQUEST, [&] { medium = medium_at(model, file, ordinal); });
+                     return std::move(*medium);
                  });
              },
-             "file"_a, "n_times"_a);
+             "file"_a, "ordinal"_a);
 }
 
 struct Span {

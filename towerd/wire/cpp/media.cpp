@@ -117,7 +117,7 @@ Medium Projector::medium_of(const mtmd_input_chunk * chunk, size_t ordinal) cons
         }
         ids.front() = static_cast<llama_token>(first);
     }
-    return {{mtmd_input_chunk_copy(chunk), mtmd_input_chunk_free}, ids, nullptr};
+    return {{mtmd_input_chunk_copy(chunk), mtmd_input_chunk_free}, ids, nullptr, ordinal};
 }
 
 std::vector<float> Projector::encode(const Medium & medium) const {
@@ -160,29 +160,34 @@ int32_t Projector::show(const mtmd_helper_embd_batch * part, void * head) {
 
 namespace {
 
-// Gives each file to the first medium that is made of it. libmtmd names media by the bytes of their file, so that the
-// names and the files come in the same order; frames of a video have names of their own, and then no file is given.
-void give_files(std::vector<Medium> & media, const std::vector<size_t> & firsts, const std::vector<raw_buffer> & files) {
+// Gives each medium its file. libmtmd names media by the bytes of their file, so that the names (`of_name` has the media of
+// each) and the files come in the same order; frames of a video have names of their own, and then no file is given.
+void give_files(std::vector<Medium> & media, const std::vector<std::vector<size_t>> & of_name,
+                const std::vector<raw_buffer> & files) {
     std::vector<const raw_buffer *> distinct;
     for (const auto & file : files) {
         if (std::none_of(distinct.begin(), distinct.end(), [&](const raw_buffer * one) { return *one == file; })) {
             distinct.push_back(&file);
         }
     }
-    if (distinct.size() != firsts.size()) {
+    if (distinct.size() != of_name.size()) {
         return;
     }
-    for (size_t i = 0; i < firsts.size(); ++i) {
-        media.at(firsts[i]).file = std::make_shared<const raw_buffer>(*distinct[i]);
+    for (size_t i = 0; i < of_name.size(); ++i) {
+        const auto file = std::make_shared<const raw_buffer>(*distinct[i]);
+        for (const size_t at : of_name[i]) {
+            media.at(at).file = file;
+        }
     }
 }
 
 }  // namespace
 
 Prompt prompt_of_tokens(const server_tokens & tokens, const Projector * projector, const std::vector<raw_buffer> & files) {
-    Prompt                        out;
-    std::map<std::string, size_t> seen;
-    std::vector<size_t>           firsts;
+    Prompt                           out;
+    std::map<std::string, size_t>    names;
+    // The media of each name.
+    std::vector<std::vector<size_t>> of_name;
     while (out.ids.size() < tokens.size()) {
         const llama_token token = tokens[out.ids.size()];
         if (token != LLAMA_TOKEN_NULL || projector == nullptr) {
@@ -194,29 +199,29 @@ Prompt prompt_of_tokens(const server_tokens & tokens, const Projector * projecto
         }
         const auto & chunk = tokens.find_chunk(out.ids.size());
         const char * id    = mtmd_input_chunk_get_id(chunk.get());
-        const size_t ordinal = seen[id == nullptr ? "" : id]++;
-        if (ordinal == 0) {
-            firsts.push_back(out.media.size());
+        const size_t name  = names.try_emplace(id == nullptr ? "" : id, of_name.size()).first->second;
+        if (name == of_name.size()) {
+            of_name.emplace_back();
         }
-        out.media.push_back(projector->medium_of(chunk.get(), ordinal));
+        out.media.push_back(projector->medium_of(chunk.get(), of_name[name].size()));
+        of_name[name].push_back(out.media.size() - 1);
         const auto & ids = out.media.back().ids;
         out.ids.insert(out.ids.end(), ids.begin(), ids.end());
     }
     if (!out.media.empty() && out.ids.back() < 0) {
         refuse("The prompt ends with a medium: text has to follow it");
     }
-    give_files(out.media, firsts, files);
+    give_files(out.media, of_name, files);
     return out;
 }
 
-std::vector<Medium> media_of(const Model & model, const raw_buffer & file, size_t n_times) {
-    const std::vector<raw_buffer> files(n_times, file);
-    std::string                   text;
-    for (size_t i = 0; i < n_times; ++i) {
-        text += get_media_marker();
+Medium medium_at(const Model & model, const raw_buffer & file, size_t ordinal) {
+    const auto inputs = tokenized(model, std::string(get_media_marker()) + "\n", {file});
+    const auto media  = prompt_of_tokens(inputs.at(0), model.projector().get(), {file}).media;
+    if (media.empty()) {
+        refuse("Media of this kind are not supported");
     }
-    auto inputs = tokenized(model, text + "\n", files);
-    return prompt_of_tokens(inputs.at(0), model.projector().get(), files).media;
+    return model.projector()->medium_of(media.at(ordinal % media.size()).chunk.get(), ordinal);
 }
 
 llama_tokens text_of(const llama_tokens & ids) {

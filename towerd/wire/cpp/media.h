@@ -26,8 +26,10 @@ struct Medium {
     // With M-RoPE, bit 29 of the first is set if all tokens are at one position; its lowest 16 bits are then how many
     // positions the next token is behind that.
     llama_tokens ids;
-    // What the client sent, for the first medium that is made of it; null for the others, and where that is not known.
+    // What it is made of, as the client sent it; null where that is not known.
     std::shared_ptr<const raw_buffer> file;
+    // Which of the media of this file it is in its prompt.
+    size_t ordinal = 0;
 };
 
 class Projector {
@@ -77,8 +79,8 @@ struct Prompt {
 };
 Prompt prompt_of_tokens(const server_tokens & tokens, const Projector * projector, const std::vector<raw_buffer> & files);
 
-// The media that a file is made into where a prompt has it `n_times`. Raises Refused.
-std::vector<Medium> media_of(const Model & model, const raw_buffer & file, size_t n_times);
+// The `ordinal`th medium of a file in a prompt that has the file often enough. Raises Refused.
+Medium medium_at(const Model & model, const raw_buffer & file, size_t ordinal);
 
 // Only the ids that are tokens.
 llama_tokens text_of(const llama_tokens & ids);

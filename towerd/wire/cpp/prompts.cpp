@@ -130,6 +130,10 @@ std::vector<raw_buffer> media_in(const json & prompt) {
 
 }  // namespace
 
+std::vector<raw_buffer> media_at(const json & prompt, size_t i) {
+    return media_in(is_several(prompt) ? prompt.at(i) : prompt);
+}
+
 size_t text_bytes(const json & value) {
     size_t n = 0;
     if (value.is_string()) {

@@ -13,6 +13,9 @@ namespace towerd::wire {
 std::vector<server_tokens> tokenized(const Model & model, const json & prompt,
                                      const std::vector<raw_buffer> & files = {}, bool are_counted = false);
 
+// The media of the `i`th of these prompts, which are no chat.
+std::vector<raw_buffer> media_at(const json & prompt, size_t i);
+
 // Bytes of all texts in a prompt, in several, or in the messages of a chat.
 size_t text_bytes(const json & value);
 

@@ -327,8 +327,10 @@ void Request::take(const json & data, const std::vector<raw_buffer> & files) {
     if (model_->is_upstream()) {
         sent_ = sent_fields(data);
     }
-    for (const auto & input : inputs) {
-        Prompt prompt = prompt_of_tokens(input, model_->projector().get(), files);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        const auto & input  = inputs[i];
+        const auto   own    = files.empty() && model_->projector() ? media_at(data.at("prompt"), i) : std::vector<raw_buffer>();
+        Prompt       prompt = prompt_of_tokens(input, model_->projector().get(), files.empty() ? own : files);
         prompts_.push_back(std::move(prompt.ids));
         media_.push_back(std::move(prompt.media));
         check_tokens(*model_, prompts_.back());

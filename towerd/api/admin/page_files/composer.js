@@ -36,7 +36,7 @@ function keep(name, text) {
 
 // A part of a message. url: of its data.
 function partOf(url) {
-  if (!url.startsWith("data:audio/")) return { type: "image_url", image_url: { url } };
+  if (url.startsWith("data:image/")) return { type: "image_url", image_url: { url } };
   const format = url.startsWith("data:audio/wav") ? "wav" : "mp3";
   return { type: "input_audio", input_audio: { data: url.slice(url.indexOf(",") + 1), format } };
 }

@@ -30,12 +30,19 @@ const folded = (name, text, open = false) =>
 
 const unknownMedium = () => el("p", { class: "quiet medium" }, "A picture or a sound");
 
-// data: a promise of a data URL, or null where what was sent is not kept.
+// data: returns a promise of a data URL; null where what was sent is not kept.
 function medium(data) {
   if (!data) return unknownMedium();
   const place = el("span", { class: "quiet medium" }, "A picture or a sound…");
-  data.then((url) => place.replaceWith(url.startsWith("data:image/") ? el("img", { src: url, alt: "Picture" })
-    : el("audio", { src: url, controls: true })), () => place.replaceWith(unknownMedium()));
+  const show = () => data().then((url) => place.replaceWith(url.startsWith("data:image/")
+    ? el("img", { src: url, alt: "Picture" }) : el("audio", { src: url, controls: true })),
+  () => place.replaceWith(unknownMedium()));
+  const seen = new IntersectionObserver((entries) => {
+    if (!entries.some((entry) => entry.isIntersecting)) return;
+    seen.disconnect();
+    show();
+  }, { rootMargin: "100%" });
+  seen.observe(place);
   return place;
 }
 

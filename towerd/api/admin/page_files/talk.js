@@ -12,8 +12,9 @@ const RECORDED_MS = 250;
 const RECORDED_TRIES = 40;
 const SLACK_PX = 120;
 const notes = new Map();
-const PICTURES_MAX = 100;
+const PICTURE_CHARS_MAX = 1 << 26;
 const pictures = new Map();
+let pictureChars = 0;
 
 const keyOf = (chat) => JSON.stringify([chat.id, chat.scope ?? "", chat.tokenizer ?? ""]);
 const wait = (ms) => new Promise((resolve) => { setTimeout(resolve, ms); });
@@ -73,18 +74,24 @@ const userMessage = (text, pictures) =>
 
 const shownMessage = (text, pictures) => {
   let next = 0;
-  return article(userMessage(text, pictures), () => Promise.resolve(pictures[next++]));
+  return article(userMessage(text, pictures), () => {
+    const data = pictures[next++];
+    return () => Promise.resolve(data);
+  });
 };
 
-// The data of a picture of a conversation, which is asked for once.
-function pictureAt(path) {
-  if (!pictures.has(path)) {
-    const data = fetchBlob(path).then(dataOf);
-    data.catch(() => pictures.delete(path));
-    pictures.set(path, data);
-    if (pictures.size > PICTURES_MAX) pictures.delete(pictures.keys().next().value);
+// The data of a picture of a conversation, which is asked for once while there is room for it.
+async function pictureAt(path) {
+  if (pictures.has(path)) return pictures.get(path);
+  const data = await dataOf(await fetchBlob(path));
+  pictureChars += data.length;
+  pictures.set(path, data);
+  for (const [first, { length }] of pictures) {
+    if (pictureChars <= PICTURE_CHARS_MAX) break;
+    pictures.delete(first);
+    pictureChars -= length;
   }
-  return pictures.get(path);
+  return data;
 }
 
 export class Talk {
@@ -141,7 +148,7 @@ export class Talk {
     const { messages, continues, media } = this.read;
     const last = messages.at(-1);
     const actions = (message, own) => (continues ? this.actions(message, message === last, own) : []);
-    const data = media.map((key) => key && pictureAt(this.path({}, `media/${key}`)));
+    const data = media.map((key) => key && (() => pictureAt(this.path({}, `media/${key}`))));
     this.isBehind = this.isEdited;
     if (!this.isBehind) this.messages.replaceChildren(...articles(messages, data, actions));
     this.composer.form.hidden = !continues;
@@ -180,7 +187,7 @@ export class Talk {
       const text = box.value;
       if (!text.trim()) return;
       this.composer.run(async (signal) => {
-        const sent = await Promise.all(own.filter((data) => data));
+        const sent = (await Promise.all(own.map((data) => data?.().catch(() => null)))).filter((data) => data);
         const content = { turn, at: message.at, message: { role: "user", content: contentOf(text, sent) } };
         const behind = [];
         for (let next = form.nextElementSibling; next; next = next.nextElementSibling) behind.push(next);

@@ -1,4 +1,4 @@
-"""KeptMedia: pictures and sounds of a session that its request does not bring, made again from what was sent."""
+"""SessionMedia: pictures and sounds of a session that its request does not bring, made again from what was sent."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from towerd.tokens import Ids
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
     from towerd.wire import Medium, Model
 
-_TIMES = (1, 4)
-"""How often a prompt has the same file: the ids of each time are others."""
-
 
 @dataclass(frozen=True, slots=True)
-class KeptMedia:
+class SessionMedia:
     """The media of one session. Thread-safe."""
 
     media: MediaTable
@@ -28,10 +25,10 @@ class KeptMedia:
 
     def find(self, ids: Ids) -> Medium | None:
         """The medium that these ids stand for; None: what it is made of is not kept, or the projector is another one.
-        Raises WireError and StoreError. Decodes files: takes milliseconds for each."""
-        for file in self.media.files(self.session, medium_key(ids)):
-            for n_times in _TIMES:
-                for made in self.model.media_of(file, n_times):
-                    if np.array_equal(made.ids, ids):
-                        return made
-        return None
+        Raises WireError and StoreError. Decodes a file: takes milliseconds."""
+        entry = self.media.entry(self.session, medium_key(ids))
+        file = None if entry is None else self.media.read(entry)
+        if entry is None or file is None:
+            return None
+        made = self.model.medium_at(file, entry.ordinal)
+        return made if np.array_equal(made.ids, ids) else None
