@@ -210,7 +210,7 @@ def test_pictures_and_other_devices(browser: Any, daemon: Daemon, tmp_path: Path
     one.fill("#write", "And this?")
     one.keyboard.press("Enter")
     answered(one, 2)
-    one.wait_for_function("document.querySelectorAll('.message img').length === 2")
+    one.locator(".message img").nth(1).wait_for()
     other.wait_for_selector(".message.user:has-text('And this?') img")
     assert daemon.get("/towerd/v1/stats")["engine"]["media_encoded"] == 2
     for context in contexts:
