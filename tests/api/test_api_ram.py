@@ -168,6 +168,22 @@ async def test_replies_are_written_one_after_the_other(seeming: Seeming) -> None
     await asyncio.gather(*map(write, large))
 
 
+async def test_without_a_limit_none_waits_for_another() -> None:
+    """Two large replies are written at once."""
+    app = web.Application()
+    bodies = app[BODIES] = Bodies(MIB, RamLimit(address_max=0))
+    both = asyncio.Barrier(2)
+
+    async def write() -> None:
+        request = make_mocked_request("POST", "/", app=app)
+        await bodies.claim_reply(request, 10 * MIB, 40 * MIB)
+        async with bodies.writing_reply(request):
+            await both.wait()
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(write(), write())
+
+
 def test_what_parsing_takes() -> None:
     """Texts, numbers and pictures are known from each other."""
     text, numbers = b'{"prompt": "' + b"a" * MIB + b'"}', b"[" + b"1," * (MIB // 2) + b"1]"

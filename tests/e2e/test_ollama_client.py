@@ -304,6 +304,49 @@ def test_loading_and_unloading(client: Client, served: Daemon) -> None:
     assert client.chat(MODEL, keep_alive=-1).done_reason == "load"
 
 
+def test_what_is_no_generation_says_nothing_of_loading(client: Client, served: Daemon) -> None:
+    """What is refused, and what only reads tokens, neither sets how long the model stays nor takes it back."""
+    two_hours, long = timedelta(hours=2), "word " * 3000
+
+    def refused(path: str, **body: Any) -> bool:
+        return requests.post(served.url + path, json=body, timeout=60).status_code == 400
+
+    assert client.generate(MODEL, "Once", options=GREEDY, keep_alive=-1).done
+    for text in (long, ["Once"]):
+        assert refused("/api/generate", model=MODEL, prompt=text, keep_alive=0)
+        assert rest_of(client) > two_hours
+    assert client.generate(MODEL, "Once", options=GREEDY, keep_alive="2h").done
+    assert refused("/api/generate", model=MODEL, prompt=long)
+    assert refused("/v1/chat/completions", messages=5)
+    assert served.post("/tokenize", {"content": "Once"})["tokens"]
+    assert rest_of(client) <= two_hours
+    assert openai_text(served, HELLO)
+    assert rest_of(client) > two_hours
+
+
+def test_who_leaves_has_said_how_long_the_model_stays(client: Client, served: Daemon) -> None:
+    """As has one that ends beside an older one, which says nothing; what wakes the model then keeps it."""
+    long = {"num_predict": 900, "seed": 1}
+    parts = client.chat(MODEL, HELLO, options=long, stream=True, keep_alive=0)
+    next(iter(parts))
+    parts.close()  # type: ignore[attr-defined]
+    until(lambda: client.ps().models == [])
+    assert served.post("/tokenize", {"content": "Once"})["tokens"]
+    assert rest_of(client) > timedelta(hours=2)
+    older = client.chat(MODEL, HELLO, options=long, stream=True)
+    next(iter(older))
+    assert client.chat(MODEL, HELLO, options=GREEDY, keep_alive="2h").done
+    assert list(older)[-1].done
+    assert rest_of(client) <= timedelta(hours=2)
+
+
+def rest_of(client: Client) -> timedelta:
+    """How long the model that is loaded stays so."""
+    (running,) = client.ps().models
+    assert running.expires_at is not None
+    return running.expires_at - datetime.now(UTC)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [

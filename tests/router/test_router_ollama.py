@@ -125,6 +125,49 @@ def test_a_refused_request_unloads_nothing(make_router: MakeRouter) -> None:
         assert [each.model for each in client.ps().models] == ["tales"]
 
 
+def test_only_what_generates_says_how_long_a_model_stays(make_router: MakeRouter) -> None:
+    """What is refused, and what only reads tokens, says nothing of it. Who leaves has said it, as has one that ends
+    beside an older one."""
+    router = make_router("-c", "65536")
+    two_hours = timedelta(hours=2)
+    long = {"ignore_eos": True, "n_predict": 60_000, "stream": True}
+
+    def post(path: str, **body: Any) -> requests.Response:
+        body = {"model": "tales", **body}
+        return requests.post(
+            router.url + path, json=body, stream=bool(body.get("stream")), timeout=60
+        )
+
+    with Client(host=router.url) as client:
+
+        def rest() -> timedelta:
+            (running,) = client.ps().models
+            assert running.expires_at is not None
+            left: timedelta = running.expires_at - datetime.now(UTC)
+            return left
+
+        assert client.generate("tales", "Once", options=GREEDY, keep_alive="2h").done
+        assert post("/api/generate", prompt="word " * 99_999, keep_alive=0).status_code == 400
+        assert post("/v1/chat/completions", messages=5).status_code == 400
+        assert post("/tokenize", content="Once").ok
+        assert timedelta(hours=1) < rest() <= two_hours
+        with post("/completion", prompt="Once", **long) as older:
+            next(older.iter_lines())
+            assert client.generate("tales", "Once", options=GREEDY, keep_alive="1h").done
+        until(lambda: not any(each["is_processing"] for each in slots_of_tales(router)))
+        assert rest() <= timedelta(hours=1)
+        assert ask(router, "tales").status_code == 200
+        assert rest() > two_hours
+        options = {"num_predict": 60_000}
+        with post(
+            "/api/generate", prompt="Once", options=options, keep_alive=0, stream=True
+        ) as one:
+            next(one.iter_lines())
+        until(lambda: states(router)["tales"] == "unloaded")
+        assert post("/tokenize", content="Once").ok
+        assert rest() > two_hours, "what was said is done"
+
+
 def test_a_name_that_is_none(make_router: MakeRouter) -> None:
     """The error says which there are; a reply's name is the one that was given."""
     router = make_router()

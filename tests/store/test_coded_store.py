@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout, Plane
 from towerd.slots.rows import HeadRows, KVRows
 from towerd.store import FormatRequest, Node, Store
+from towerd.store.files.file_map import NewFile, PlainFiles
 from towerd.store.segments.segment_header import decode_head, decode_runs
 from towerd.tiers.promotion import Promoter
 from towerd.tiers.writer import TierCounters
@@ -345,6 +347,23 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(root: Path, number: int) -> N
         )
         store.gc()
         assert store.verify().ok
+
+
+def test_a_basis_that_is_written_while_gc_runs(
+    store_of: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of its file is no leftover of a killed process."""
+    create = PlainFiles.create
+
+    @contextmanager
+    def slowly(files: PlainFiles, half: Path, final: Path, n_bytes: int) -> Iterator[NewFile]:
+        with create(files, half, final, n_bytes) as file:
+            yield file
+            store_of.gc()
+
+    monkeypatch.setattr(PlainFiles, "create", slowly)
+    name = store_of.rows.bases.add(basis())
+    assert store_of.rows.bases.problem(name) is None
 
 
 def test_names_that_are_none_are_refused() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +190,31 @@ def test_days_are_counted_by_all_processes(tmp_path: Path, clock: Clock) -> None
     one.close()
     one.add("rows", 1)
     assert one.today()["rows"] == 6
+
+
+def test_a_process_that_stands_still_while_it_counts(tmp_path: Path, clock: Clock) -> None:
+    """Others do not wait for it; what they count meanwhile is added later, by the end at the latest."""
+    one, two = (DailyWrites(tmp_path, clock) for _ in range(2))
+    one.add("rows", 5)
+    (path,) = tmp_path.iterdir()
+    with path.open("rb") as stopped, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        try:
+            adding = pool.submit(one.add, "rows", 3)
+            adding.result(timeout=30)
+            assert one.today()["rows"] == 8
+            assert two.today()["rows"] == 5
+        finally:
+            fcntl.flock(stopped, fcntl.LOCK_UN)
+        one.add("rows", 1)
+        assert two.today()["rows"] == 9
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        one.add("rows", 2)
+        fcntl.flock(stopped, fcntl.LOCK_UN)
+    one.close()
+    assert two.today()["rows"] == 11
+    clock.now += DAY_S
+    assert two.today()["rows"] == 0
 
 
 @pytest.mark.parametrize("jump_s", [YEAR_S, -YEAR_S, 1e12, -1e12])

@@ -78,7 +78,8 @@ class Sleeper:
         told_s = self._gate.keep_alive_s
         idle_s = self._idle_s if told_s is None else told_s
         if self._gate.is_used:
-            return idle_s or inf  # the end of the last use is told
+            # The end of a use is told where a request has set the time.
+            return inf if told_s is not None else idle_s or inf
         if self._app[RUNNING]:
             return max(idle_s, READ_S)  # a stream that outlives its client
         return idle_s - self._gate.idle_s()

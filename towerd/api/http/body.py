@@ -62,8 +62,8 @@ class Bodies:
 
     async def claim_reply(self, request: web.Request, n_bytes: int, written: int) -> None:
         """Claim RAM for what is replied, until the request's end. written: bytes that it takes besides while it is written,
-        in place of those that were claimed before. Raises RamLimitReached, RequestTooBig."""
-        if n_bytes + written <= SMALL_REPLY_BYTES:
+        in place of those that were claimed before. Without a limit nothing is claimed. Raises RamLimitReached, RequestTooBig."""
+        if not self.ram.is_limited or n_bytes + written <= SMALL_REPLY_BYTES:
             return
         await self._claim(request, n_bytes, "Replying to this request may take", written)
         before, request[WRITTEN] = request.get(WRITTEN, 0), written

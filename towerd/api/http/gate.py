@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from towerd.api.http.keep_alive import KeepAlive
 from towerd.engine.base import Engine, ModelInfo
 from towerd.errors import TowerdError, Unavailable
 
@@ -76,8 +77,7 @@ class ServiceGate:
         self.asleep: Asleep | None = None
         self.is_wanted = asyncio.Event()
         """Set while a request waits for a model that sleeps."""
-        self.keep_alive_s: float | None = None
-        """Seconds for which the last use wants the model to stay loaded behind it; None: the daemon's own."""
+        self._keep_alive = KeepAlive()
         self.has_new_rest = asyncio.Event()
         """Set when something else than time has changed when the model may fall asleep."""
         self._n_uses = self._n_reads = 0
@@ -99,27 +99,30 @@ class ServiceGate:
             raise Unavailable(LOADING)
 
     @asynccontextmanager
-    async def used(self) -> AsyncIterator[None]:
-        """The model is loaded, and stays so, until the context ends. Waits for one that sleeps;
-        raises TowerdError if it cannot be loaded again. How long it stays behind an earlier use does not
-        count any more."""
+    async def used(self) -> AsyncIterator[int]:
+        """The model is loaded, and stays so, until the context ends. Gives the use's number, for `keep_alive`.
+        Waits for one that sleeps; raises TowerdError if it cannot be loaded again."""
         self._n_uses += 1
-        self.keep_alive(None)
+        number = self._keep_alive.begin()
         try:
             if self.asleep is not None:
                 await self._wake()
-            yield
+            yield number
         finally:
             self._n_uses -= 1
             self._last_use_s = time.monotonic()
             if self.keep_alive_s is not None and not self._n_uses:
                 self.has_new_rest.set()
 
-    def keep_alive(self, seconds: float | None) -> None:
-        """Unload the model so long after the use that says so, and those that run beside it, have ended, unless
-        another begins before. None: after the daemon's own time."""
-        if seconds != self.keep_alive_s:
-            self.keep_alive_s = seconds
+    @property
+    def keep_alive_s(self) -> float | None:
+        """Seconds for which the model is to stay loaded behind its last use; None: the daemon's own."""
+        return self._keep_alive.seconds
+
+    def keep_alive(self, number: int, seconds: float | None) -> None:
+        """Unload the model so long after its last use, unless one that began later than that of this number says
+        something else. None: after the daemon's own time."""
+        if self._keep_alive.say(number, seconds):
             self.has_new_rest.set()
 
     @contextmanager
@@ -159,6 +162,7 @@ class ServiceGate:
         """Take the service, which no request uses, away; it is the caller's to close."""
         assert self.service is not None
         service, self.service, self.asleep = self.service, None, asleep
+        self._keep_alive.forget()
         self.is_wanted.clear()
         return service
 

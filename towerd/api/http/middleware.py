@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import suppress
 
@@ -11,6 +12,7 @@ from aiohttp.typedefs import Handler
 from towerd.api.http.access import is_owner_socket
 from towerd.api.http.arrival import note_arrival
 from towerd.api.http.body import release_body
+from towerd.api.http.keep_alive import STAYS, generates
 from towerd.api.http.keys import CONFIG, GATE, REQUESTS, TENANT, TENANTS, UI
 from towerd.api.http.reply import error_reply, from_http
 from towerd.api.http.request_log import LOGGED, log_refused
@@ -156,8 +158,22 @@ async def awake(request: web.Request, handler: Handler) -> web.StreamResponse:
             return await handler(request)
     if not is_known or TENANT not in request or is_served_always(request):
         return await handler(request)
-    async with gate.used():
-        return await handler(request)
+    async with gate.used() as number:
+        try:
+            response = await handler(request)
+        except (ConnectionError, asyncio.CancelledError):
+            if request.content.is_eof():  # all of it had come when its client left
+                _keep_alive(request, number)
+            raise
+        if response.status < 400:
+            _keep_alive(request, number)
+        return response
+
+
+def _keep_alive(request: web.Request, number: int) -> None:
+    """The model stays loaded behind an accepted request for as long as that says."""
+    if generates(request):
+        request.app[GATE].keep_alive(number, request.get(STAYS))
 
 
 def _identify(request: web.Request) -> Tenant:

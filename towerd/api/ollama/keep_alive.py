@@ -5,17 +5,18 @@ from __future__ import annotations
 from aiohttp import web
 
 from towerd.api.http.access import require_overview
-from towerd.api.http.keys import CONFIG, GATE, TENANT
+from towerd.api.http.keep_alive import STAYS
+from towerd.api.http.keys import CONFIG, TENANT
 from towerd.errors import NotSupported
 
 
 def keep_alive(request: web.Request, seconds: float | None) -> None:
-    """Unload the model so long after a request, which is answered before, unless others use it then. None: the request says
-    nothing. One of several tenants, and whoever attached a llama-server, does not decide that."""
+    """Unload the model so long after a request, unless it is refused or others use the model then. None: the request
+    says nothing. One of several tenants, and whoever attached a llama-server, does not decide that."""
     config = request.app[CONFIG]
     decides = request[TENANT].sees_all and not config.behind_router and config.upstream is None
     if seconds is not None and decides:
-        request.app[GATE].keep_alive(seconds)
+        request[STAYS] = seconds
 
 
 def unload(request: web.Request) -> None:

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from towerd.api.http.access import require_overview
 from towerd.api.http.body import read_bytes
+from towerd.api.http.keep_alive import STAYS
 from towerd.api.http.keys import TENANT
 from towerd.api.http.reply import json_reply
 from towerd.api.ollama.asked import OllamaAsked, asked_of, without_latest
@@ -42,13 +43,10 @@ async def forward(request: web.Request) -> web.StreamResponse:
             require_overview(request)
             request.app[MODELS].keep_alive(model, 0.0)
             return loaded_reply(asked.model_name(), said, "unload")
+    if request[TENANT].sees_all:
+        request[STAYS] = stays_s
     # Lines of JSON have no comments that could keep a client patient: it waits, as Ollama's do.
-    response = await pass_on(request, model, body)
-    is_idle = model.n_running == 0 and model.n_waiting == 0
-    is_last = is_idle and response.status < 400
-    if stays_s is not None and is_last and request[TENANT].sees_all:
-        request.app[MODELS].keep_alive(model, stays_s)
-    return response
+    return await pass_on(request, model, body)
 
 
 def named(request: web.Request, asked: OllamaAsked) -> RoutedModel:

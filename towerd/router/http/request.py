@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from aiohttp import ClientResponse, web
 
 from towerd.api.http.access import is_owner_socket
 from towerd.api.http.arrival import ARRIVED, WAITED
+from towerd.api.http.keep_alive import STAYS, generates
 from towerd.api.http.keys import TENANT
 from towerd.api.http.tenants import caller_name
 from towerd.api.relay.headers import to_towerd
@@ -51,6 +53,8 @@ class RoutedRequest:
         self._body = body or None
         self._is_use = is_use and request.method not in READING
         self._may_load = may_load or self._is_use
+        self._generates, self._stays_s = generates(request), request.get(STAYS)
+        self._number = model.keep_alive.begin()
 
     async def open(self) -> None:
         """Wait for the model and send the request; its head is in `reply` then. Raises TowerdError,
@@ -74,13 +78,19 @@ class RoutedRequest:
                     self._models.give_up(self.model, process)
                     raise self.lost() from error
                 await self._models.refused(self.model, process)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(
+                    error, asyncio.CancelledError
+                ):  # its client left while it was answered
+                    self._keep_alive()
                 self._leave()
                 raise
             else:
                 if reply.status != 503 or not self._models.is_leaving(self.model, process):
                     self.reply = reply
                     self._body = None  # a conversation remembers this request for long
+                    if reply.status < 400:
+                        self._keep_alive()
                     return
                 reply.close()  # it had been told to end when the request arrived
                 self._leave()
@@ -111,6 +121,11 @@ class RoutedRequest:
             self.reply.close()
             self.reply = None
             self._leave()
+
+    def _keep_alive(self) -> None:
+        """The model stays loaded behind this request, which it has accepted, for as long as it says."""
+        if self._generates:
+            self.model.keep_alive.say(self._number, self._stays_s)
 
     def _leave(self) -> None:
         self._models.leave(self.model, is_use=self._is_use)

@@ -9,6 +9,7 @@ from enum import Enum
 from math import inf
 from typing import Any
 
+from towerd.api.http.keep_alive import KeepAlive
 from towerd.errors import TowerdError, Unavailable
 from towerd.router.loading.entry import ModelEntry
 from towerd.router.loading.process import ModelProcess
@@ -55,8 +56,8 @@ class RoutedModel:
     """Another model has waited long for its room: it takes no new requests until it has left."""
     is_unwanted: bool = False
     """It was unloaded while it was loading."""
-    keep_alive_s: float | None = None
-    """Seconds for which the last request wants it to stay loaded behind it; None: as its table says."""
+    keep_alive: KeepAlive = field(default_factory=KeepAlive)
+    """What requests said of how long it stays loaded."""
     is_gone: bool = False
     """It is not served any more, and is loaded for nobody."""
     was_loaded: bool = False
@@ -98,8 +99,8 @@ class RoutedModel:
     @property
     def idle_s(self) -> float:
         """Seconds without a request after which it is unloaded; may be infinite."""
-        if self.keep_alive_s is not None:
-            return self.keep_alive_s
+        if self.keep_alive.seconds is not None:
+            return self.keep_alive.seconds
         return inf if self.table.idle_s is None else self.table.idle_s
 
     def become(self, new: RoutedModel) -> None:

@@ -140,8 +140,6 @@ class Models:
         if it is not to be, and Unavailable at shutdown and while its process does not answer."""
         if not model.takes_requests:
             model.raise_recent_failure()
-        if is_use:
-            model.keep_alive_s = None
         model.n_waiting += 1
         try:
             while not (model.takes_requests if is_use else model.state is State.LOADED):
@@ -377,6 +375,7 @@ class Models:
         elif model.state is State.LOADED:
             assert model.process is not None
             model.state = State.STOPPING
+            model.keep_alive.forget()
             self._run(self._stop(model, model.process))
 
     async def _stop(self, model: RoutedModel, process: ModelProcess) -> None:
@@ -395,7 +394,7 @@ class Models:
         """Unload a model, in order, so long after its requests have ended: those that run and those that wait
         for it. One that begins later does not know of it."""
         if model.is_running or model.is_on_its_way:
-            model.keep_alive_s = seconds
+            model.keep_alive.say(model.keep_alive.begin(), seconds)
             self._watch_idle(model)
 
     async def _watch(self, model: RoutedModel, process: ModelProcess) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +24,19 @@ class BufferPool:
         self.bytes_max = bytes_max
         """Bytes of idle buffers that are kept."""
         self._idle: list[Buffer] = []
-        self._lock = threading.RLock()  # the collector may end a loan while it is held
+        self._returned: deque[Buffer] = deque()
+        """On their way to `_idle`: the collector may end a loan anywhere, also where this thread changes that list."""
+        self._lock = threading.Lock()
 
     def acquire(self, size: int) -> Buffer:
         """A uint8 buffer of at least `size` bytes; contents are arbitrary."""
+        self._take_back()
         with self._lock:
-            fitting = [b for b in self._idle if len(b) >= size]
-            if fitting:
-                best = min(reversed(fitting), key=len)  # the last one used: it may be in cache
-                self._idle = [b for b in self._idle if b is not best]
-                return best
-        return _new(size)
+            # The last one used, since it may be in cache.
+            best = min(self._fitting(size), key=lambda i: len(self._idle[i]), default=None)
+            found = None if best is None else self._idle.pop(best)
+        self._take_back()
+        return _new(size) if found is None else found
 
     def lend(self, size: int) -> Buffer:
         """A buffer of exactly `size` bytes that is released when no view of it is left."""
@@ -55,16 +58,31 @@ class BufferPool:
 
     def clear(self) -> None:
         """Free the idle ones."""
+        self._take_back()
         with self._lock:
             self._idle.clear()
+        self._take_back()
 
     def release(self, buffer: Buffer) -> None:
-        """Give a buffer back; the largest ones are kept."""
-        with self._lock:
-            self._idle.append(buffer)
-            self._idle.sort(key=len, reverse=True)
-            while len(self._idle) > 1 and sum(map(len, self._idle)) > self.bytes_max:
-                self._idle.pop()
+        """Give a buffer back; the largest ones are kept. Never waits: the collector calls it as well."""
+        self._returned.append(buffer)
+        self._take_back()
+
+    def _fitting(self, size: int) -> list[int]:
+        """Where in the list idle ones are that are large enough, the last one first."""
+        return [i for i in reversed(range(len(self._idle))) if len(self._idle[i]) >= size]
+
+    def _take_back(self) -> None:
+        """Whoever holds the lock does it when it gives that back."""
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                while self._returned:
+                    self._idle.append(self._returned.popleft())
+                self._idle.sort(key=len, reverse=True)
+                while len(self._idle) > 1 and sum(map(len, self._idle)) > self.bytes_max:
+                    self._idle.pop()
+            finally:
+                self._lock.release()
 
 
 def _new(size: int) -> Buffer:

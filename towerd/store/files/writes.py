@@ -6,6 +6,9 @@ count, but never the store.
 
     magic | day | bytes of each kind | checksum
 
+Nobody waits for another process to count, which may have been stopped while it did: what cannot be added
+at once is added with the next count.
+
 Tokens are never refused: what a budget limits is rows, which can be evaluated again. They leave a part
 of it to the catalog, which is written with every turn.
 """
@@ -18,7 +21,8 @@ import struct
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -57,7 +61,9 @@ class DailyWrites:
         self._clock = clock
         self._lock = threading.Lock()
         self._day, self._counts = 0, [0] * len(KINDS)
-        """What the file says, or would say if it could be written."""
+        """What the file says."""
+        self._own_day, self._uncounted = 0, [0] * len(KINDS)
+        """What is to be added to it, of this day."""
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(folder / NAME, flags, 0o600)
@@ -66,6 +72,8 @@ class DailyWrites:
 
     def close(self) -> None:
         """Close the file; what is counted from then on is not kept."""
+        if any(self._uncounted):
+            self._update("catalog", 0)
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -106,25 +114,39 @@ class DailyWrites:
     def _update(self, kind: Kind, n_bytes: int) -> list[int]:
         """Add to the count of today; returns all of it."""
         with self._lock:
-            try:
-                if self._fd >= 0:
-                    fcntl.flock(self._fd, fcntl.LOCK_EX)
+            today = day_of(self._clock())
+            if today > self._own_day:
+                self._uncounted = [0] * len(KINDS)
+            self._own_day = today
+            self._uncounted[KINDS.index(kind)] += n_bytes
+            with suppress(OSError), self._file_locked() as is_locked:
                 self._read()
-                is_changed = self._begin_day() or n_bytes > 0
-                self._counts[KINDS.index(kind)] += n_bytes
-                if is_changed:
-                    self._write()
-            except OSError:
-                pass
-            finally:
-                if self._fd >= 0:
-                    fcntl.flock(self._fd, fcntl.LOCK_UN)
-            return list(self._counts)
+                is_changed = self._begin(today) or any(self._uncounted)
+                if is_changed and is_locked:
+                    self._write(self._sums())
+            return self._sums()
 
-    def _begin_day(self) -> bool:
+    def _sums(self) -> list[int]:
+        return [a + b for a, b in zip(self._counts, self._uncounted, strict=True)]
+
+    @contextmanager
+    def _file_locked(self) -> Iterator[bool]:
+        """Whether no other process writes the file meanwhile. Raises OSError."""
+        try:
+            if self._fd >= 0:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield self._fd >= 0
+        finally:
+            if self._fd >= 0:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _begin(self, today: int) -> bool:
         """Count from zero if a new day has begun; returns whether the day is another one. A clock that
         was set back begins none: the count stays, and the day after it is a new one."""
-        today = day_of(self._clock())
         if today == self._day:
             return False
         if today > self._day:
@@ -140,10 +162,10 @@ class DailyWrites:
         if len(body) == _RECORD.size and body.startswith(_MAGIC) and digest == _checksum(body):
             _, self._day, *self._counts = _RECORD.unpack(body)
 
-    def _write(self) -> None:
-        if self._fd >= 0:
-            body = _RECORD.pack(_MAGIC, self._day, *self._counts)
-            os.pwrite(self._fd, body + _checksum(body), 0)
+    def _write(self, counts: list[int]) -> None:
+        body = _RECORD.pack(_MAGIC, self._day, *counts)
+        os.pwrite(self._fd, body + _checksum(body), 0)
+        self._counts, self._uncounted = counts, [0] * len(KINDS)
 
 
 def day_of(unix_s: float) -> int:

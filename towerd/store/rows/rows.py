@@ -50,7 +50,10 @@ class RowStore:
         self.head: bytes | None = None
         """The digest of the head whose rows are read beside the model's; None: there is no head."""
         self.bases = TransformBases(
-            state.directory.bases, state.directory.tmp, state.directory.files
+            state.directory.bases,
+            state.directory.tmp,
+            state.directory.files,
+            state.catalog.being_written,
         )
         """What transform-coded rows are written and read with."""
         self._unfinished = UnfinishedCodings()

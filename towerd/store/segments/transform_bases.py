@@ -13,7 +13,8 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from towerd.codec.errors import CodecError, NewerVersion
@@ -21,7 +22,7 @@ from towerd.codec.rows.basis import BYTES_MAX, Basis, read_basis
 from towerd.slots.errors import StateError
 from towerd.store.files import durable
 from towerd.store.files.directory import remove_file
-from towerd.store.files.file_map import PLAIN_FILES, StoreFiles
+from towerd.store.files.file_map import StoreFiles
 from towerd.store.segments.coded_format import basis_name
 
 log = logging.getLogger(__name__)
@@ -40,11 +41,18 @@ class BasisLost(StateError):
 class TransformBases:
     """The bases in a folder. Thread-safe."""
 
-    def __init__(self, folder: Path, tmp: Path, files: StoreFiles = PLAIN_FILES) -> None:
-        """folder: made when the first basis is written; tmp: for halves of files"""
+    def __init__(
+        self,
+        folder: Path,
+        tmp: Path,
+        files: StoreFiles,
+        being_written: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        """folder: made when the first basis is written; tmp: for halves of files. being_written: see `Catalog`"""
         self._folder = folder
         self._tmp = tmp
         self._files = files
+        self._being_written = being_written
         self._lock = threading.Lock()
         self._open: OrderedDict[str, Basis] = OrderedDict()
         self._lost: set[str] = set()
@@ -59,9 +67,10 @@ class TransformBases:
                 durable.sync_dir(self._folder.parent)
             if self.problem(name) is not None:
                 half = self._tmp / f"{name}-{os.getpid()}{SUFFIX}"
-                half.unlink(missing_ok=True)
-                with self._files.create(half, path, len(basis.data)) as file:
-                    file.write(memoryview(basis.data), 0)
+                with self._being_written(half.name):  # gc must not delete it
+                    half.unlink(missing_ok=True)
+                    with self._files.create(half, path, len(basis.data)) as file:
+                        file.write(memoryview(basis.data), 0)
             else:
                 self.touch(name)  # it counts as just written for gc
         with self._lock:
