@@ -41,8 +41,8 @@ test: lint ## Format check, lint, type check, the quick tests on all cores; ARGS
 test-all: lint ## All of that and the slow tests: daemons, llama-server, trained models; what CI runs
 	$(BIN)/pytest -n auto --dist loadfile --max-worker-restart 0 $(ARGS)
 
-simulate: setup ## A store on a disk that fails, alone and under many threads, and a router: SEEDS=50 of them, or SEED=17 again
-	@PYTHONHASHSEED=0 PYTHONPATH=tests/support $(BIN)/python tests/support/simulate.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),50))
+simulate: setup ## A store on a disk that fails, alone and under many threads, and a router: SEEDS=50 of them, or SEED=17 KIND=house again
+	@PYTHONHASHSEED=0 PYTHONPATH=tests/support $(BIN)/python tests/support/simulate.py $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),50)) $(if $(KIND),--kind $(KIND))
 
 bench: setup ## Run one benchmark: NAME=resume|switch|store|concurrency ARGS=--quick
 	@$(BIN)/towerctl bench $(NAME) $(ARGS)

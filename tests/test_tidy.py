@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ LINKED = frozenset(("codec", "kernels", "slots", "cli"))
 FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 LEFTOVER = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
+CONFLICT = re.compile(rb"^(?:<<<<<<<|>>>>>>>) ", re.MULTILINE)
 MACHINE_PATH = re.compile(r"/(?:home|Users|root|wo" r"rk|fa" r"rm)/[A-Za-z0-9_.-]+/")
 PRIVATE = re.compile(r"(?:.*[.])?_[a-z]\w*", re.IGNORECASE)
 NOT_OURS = {
@@ -151,3 +153,15 @@ def imported(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names.add(node.module.split(".")[0])
     return names
+
+
+def test_no_merge_is_unfinished() -> None:
+    """No tracked text file has a conflict marker."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    names = [name for name in listed.stdout.decode().split("\0") if name]
+    paths = [ROOT / name for name in names if (ROOT / name).is_file()]
+    texts = [(path, path.read_bytes()) for path in paths if not path.is_symlink()]
+    found = [name_of(path) for path, data in texts if b"\0" not in data and CONFLICT.search(data)]
+    assert not found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
@@ -16,7 +17,7 @@ from towerd.router.http.request import RoutedRequest
 from towerd.router.loading import models
 from towerd.router.loading.model import RoutedModel, State
 from towerd.router.loading.models import Models
-from towerd.router.loading.process import ModelProcess
+from towerd.router.loading.process import STOP_S_MAX, ModelProcess
 
 SEEDS = 30
 PLANTED_SEEDS = 200
@@ -47,7 +48,7 @@ class Changed(ModuleType):
 def unload_that_waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
     """A process is killed, whatever it answers, and what is live is not written."""
 
-    async def stop(self: ModelProcess) -> None:
+    async def stop(self: ModelProcess, deadline_s: float) -> None:
         self.kill()
         await self.wait()
 
@@ -56,7 +57,13 @@ def unload_that_waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
 
 def unload_that_cuts_off(patch: pytest.MonkeyPatch) -> None:
     """A process is told to end while it answers, and while requests are on their way to it."""
+    real: Callable[..., Any] = ModelProcess.stop
+
+    async def stop(self: ModelProcess, deadline_s: float) -> None:
+        await real(self, deadline_s + STOP_S_MAX)
+
     patch.setattr(models, "STOP_S_MAX", 0.0)
+    patch.setattr(ModelProcess, "stop", stop)
 
 
 def unload_of_a_busy_model(patch: pytest.MonkeyPatch) -> None:
@@ -101,7 +108,7 @@ def preempted_job(patch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0.02)
             if model.process is process:
                 model.state = State.STOPPING
-                await process.stop()
+                await process.stop(time.monotonic() + STOP_S_MAX)
 
         late.add(asyncio.create_task(end()))
 

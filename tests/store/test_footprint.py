@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -15,6 +16,7 @@ from store_tools import ROW_IDENTITY, write_all
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.slotfile import slot_file_bytes
 from towerd.store import Store, Turn
+from towerd.store.maintenance.footprint import session_footprints
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.shrink import Shrinker
 from towerd.tokens import Ids
@@ -141,3 +143,18 @@ def test_no_share_tells_how_many_use_a_public_base(store: Store) -> None:
             for each in store.footprints(infos, with_public=with_public):
                 assert each is not None
                 assert each.shared_bytes == round(n * TOKEN_BYTES)
+
+
+def test_the_lock_is_free_between_two(store: Store) -> None:
+    """Who reads some footprints and never the rest holds up no other thread."""
+    say(store, "a", tokens(10, 0), tokens(10, 1))
+    found = session_footprints(store.state, store.sessions() * 2, {}, {}, with_public=True)
+    next(found)
+    free = threading.Event()
+
+    def take() -> None:
+        with store.locked():
+            free.set()
+
+    threading.Thread(target=take, daemon=True).start()
+    assert free.wait(10)

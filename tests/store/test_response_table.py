@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from store_tools import ROW_IDENTITY, turn_of
 from towerd.errors import DiskLimitReached, InvalidRequest, NotFound
 from towerd.store import Store
 from towerd.store.sessions.conversations import ContextItem, ResponseContext
-from towerd.store.sessions.json_blob import unpack
+from towerd.store.sessions.json_blob import pack, unpack
 from towerd.store.sessions.responses import NewResponse
 
 START = ResponseContext()
+PACK = "towerd.store.sessions.responses.pack"
 
 
 @pytest.fixture
@@ -154,6 +156,53 @@ def test_of_a_deleted_response_that_is_continued_the_items_alone_stay(
     texts = [path.read_bytes() for path in (root / "catalog.sqlite", *(root / "journal").iterdir())]
     assert not any(b"told-1" in text for text in texts)
     assert any(b"told-2" in text for text in texts)
+
+
+def test_a_session_that_was_made_anew_has_no_response_of_the_deleted_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither if that happens before it is kept, nor meanwhile: the row of the session is the same again."""
+
+    def made_anew() -> None:
+        store.delete_session("work")
+        store.commit_turn(turn_of([7, 8], [9], session="work"))
+
+    store.commit_turn(turn_of([1, 2, 3], [4], session="work"))
+    (pk,) = store.state.catalog.rows("SELECT pk FROM sessions")
+    new = NewResponse("local", "1", START, [item("q")], [item("a")], b'{"id": "1", "output": []}')
+    since = store.deletions.watch()
+    made_anew()
+    assert store.state.catalog.rows("SELECT pk FROM sessions") == [pk]
+    assert not store.keep_response(new, "work", "local", since)
+
+    def pack_late(data: bytes) -> bytes:
+        made_anew()
+        return pack(data)
+
+    monkeypatch.setattr(PACK, pack_late)
+    assert not store.keep_response(new, "work", "local")
+    monkeypatch.undo()
+    assert store.state.catalog.rows("SELECT pk FROM sessions") == [pk]
+    assert rows_of(store, "responses") == 0
+    assert store.keep_response(new, "work", "local")
+
+
+def test_responses_are_compressed_without_the_lock(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread takes the store's lock meanwhile."""
+    store.commit_turn(turn_of([1, 2, 3], [4], session="work"))
+    packed = []
+
+    def pack_slowly(data: bytes) -> bytes:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(store.sessions).result(timeout=10)
+        packed.append(data)
+        return pack(data)
+
+    monkeypatch.setattr(PACK, pack_slowly)
+    chain(store, "1", "2", session="work")
+    assert len(packed) == 4
 
 
 def test_a_branch_that_goes_leaves_the_trunk(store: Store) -> None:

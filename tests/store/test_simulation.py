@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from encrypted_stores import KINDS
 from house import House
+from programs import run_python
 from simulate import simulate
 
 from towerd.sessions.recorder import TurnRecorder
@@ -61,6 +62,28 @@ def test_threads_have_their_turns_in_the_same_order_again() -> None:
     assert first.operations == again.operations
     assert first.turns == again.turns
     assert len(set(first.turns)) > 5
+
+
+LIVED = """
+import hashlib
+from broker_simulation import BrokerHouse
+from house import House
+from programs import run_python
+from simulate import simulate, simulated_router
+lived = [simulate(3, kind=kind)[1] for kind in (House, BrokerHouse)] + [simulated_router(3)[1]]
+for operations in lived:
+    print(len(operations), hashlib.md5("\\n".join(operations).encode()).hexdigest())
+"""
+
+
+def test_a_seed_is_the_same_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its hashes of strings, its id and the addresses of its objects are."""
+    said = []
+    for seed in "12":
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        said.append(run_python(LIVED))
+    assert said[0] == said[1]
+    assert len(said[0].splitlines()) == 3
 
 
 def no_sync_of_segments(patch: pytest.MonkeyPatch) -> None:
@@ -238,7 +261,7 @@ def test_faults_planted_among_threads_are_found(
     found = (simulate(seed, kind=House)[0] for seed in range(PLANTED_SEEDS))
     failure = next((each for each in found if each is not None), None)
     assert failure is not None
-    assert f"make simulate SEED={failure.seed}" in failure.text()
+    assert f"make simulate SEED={failure.seed} KIND={failure.kind}" in failure.text()
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
@@ -250,4 +273,4 @@ def test_planted_faults_are_found(
     found = (simulate(seed)[0] for seed in range(PLANTED_SEEDS))
     failure = next((each for each in found if each is not None), None)
     assert failure is not None
-    assert f"make simulate SEED={failure.seed}" in failure.text()
+    assert f"make simulate SEED={failure.seed} KIND={failure.kind}" in failure.text()

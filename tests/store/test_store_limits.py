@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -15,6 +16,7 @@ from store_tools import ROW_IDENTITY, check_rows, make_hot, turn_of, write_all
 
 from towerd.errors import DiskFull, StoreError, StoreLocked
 from towerd.store import Store
+from towerd.store.files.directory import StoreLock
 
 
 def test_second_open_names_the_owner(root: Path, store: Store) -> None:
@@ -50,6 +52,24 @@ def test_lock_is_released_by_close_and_by_failure(root: Path) -> None:
     store.close()
     store.close()
     Store.open(root, ROW_IDENTITY).close()
+
+
+def test_lock_that_a_full_disk_refuses(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes it cannot be noted: the store is not open, and can be opened once there is room."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="space"):
+            StoreLock(root.with_name("lock"))
+    lock = StoreLock(root.with_name("lock"))
+    monkeypatch.setattr(os, "ftruncate", full)
+    with pytest.raises(OSError, match="space"):
+        lock.release()
+    monkeypatch.undo()
+    StoreLock(root.with_name("lock")).release()
 
 
 def test_a_closed_store_says_so(store: Store) -> None:

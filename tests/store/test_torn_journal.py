@@ -76,6 +76,26 @@ def test_a_segment_that_was_cut_twice(root: Path) -> None:
         assert store.session_ids("lower").tolist() == branch(20)
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_was_wrong_with_the_journal(root: Path, is_cut: bool) -> None:
+    """A record that a power cut left unwritten before a later one is told apart from one that is damaged."""
+    with Store.open(root, ROW_IDENTITY) as store:
+        commit(store, FIRST, "first")
+        commit(store, branch(10), "second")
+    lost = chain_of(root).records[-2]
+    if is_cut:
+        data = bytearray(lost.path.read_bytes())
+        data[lost.start + 100 : lost.end] = bytes(lost.end - lost.start - 100)
+        lost.path.write_bytes(data)
+    else:
+        flip(lost.path, lost.start + 100)
+    with Store.open(root, ROW_IDENTITY) as store:
+        (said,) = store.verify().recovered
+        assert ("A power cut had cut it short" in said) == is_cut, said
+        assert ("It was damaged" in said) != is_cut, said
+        assert store.session_ids("first").tolist() == FIRST
+
+
 def test_a_later_turn_is_lost(root: Path) -> None:
     """The conversation ends with the last turn that has its tokens, says so, and continues from there."""
     again = branch(20)

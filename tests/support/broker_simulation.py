@@ -207,6 +207,8 @@ class StoreProcess(ChannelOwner):
 class BrokerHouse:
     """The lives of one broker. Each ends with a power cut or a clean stop."""
 
+    kind = "broker"
+
     def __init__(self, seed: int, folder: Path) -> None:
         self.rng = random.Random(f"broker {seed}")
         self._jumps = random.Random(f"clock {seed}")

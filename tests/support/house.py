@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from house_client import NO_LIMIT, Client
+from house_client import CROWDED, KINDS, N_KINDS, NO_LIMIT, Client
 from scheduler import Scheduler, ThreadDied
 from simulated_disk import PowerLost, SimulatedDisk
 from simulated_sqlite import connections_guarded
 from simulated_threads import threads_on
 from simulation import codec, edges_on, found_in
 from store_tools import LAYOUT, ROW_IDENTITY, check_rows
-from told import Told
+from told import Made, Told
 
 from towerd.errors import StoreError
 from towerd.policy import NAMES
@@ -108,6 +108,8 @@ def heard_by(handler: logging.Handler) -> Iterator[None]:
 class House:
     """The lives of one store with all that works on it. Each ends with a power cut or a clean stop."""
 
+    kind = "house"
+
     def __init__(self, seed: int, folder: Path) -> None:
         self.rng = random.Random(f"house {seed}")
         self._jumps = random.Random(f"clock {seed}")
@@ -119,7 +121,15 @@ class House:
         """The threads in the order in which they ran."""
         self.policy = self.rng.choice(sorted(NAMES))
         self.form = self.rng.choice(_FORMATS)
+        self.kinds = KINDS
+        """What clients do in this life besides turns."""
         self.n_deletions = 0
+        self.deleted: list[tuple[str, int]] = []
+        """Sessions that were deleted, each with how often any was begun to be deleted before."""
+        self.deleting: dict[str, list[Made]] = {}
+        """What the deletions of a session that are under way take."""
+        self.n_steps = 0
+        """Turns of workflows in this life."""
         codec()
 
     def clock(self) -> float:
@@ -185,7 +195,16 @@ class House:
         with suppress(Exception, PowerLost):
             self.store.close()
 
+    def _draw_kinds(self) -> None:
+        """A few of all that clients do, so that these meet each other often; in some lives in one session."""
+        self.is_crowded = self.rng.random() < 0.2
+        self.kinds = (
+            CROWDED if self.is_crowded else frozenset(self.rng.sample(sorted(KINDS), N_KINDS))
+        )
+        self.deleted, self.deleting, self.n_steps = [], {}, 0
+
     def _live(self, n_clients: int) -> None:
+        self._draw_kinds()
         with self._opened():
             clients = [
                 Client(self, name, random.Random(f"{name} {self.rng.random()}"))
@@ -274,3 +293,8 @@ class House:
                 n_bytes = self.states.table.file_bytes
                 assert n_bytes <= self.states.bytes_max or not states, f"{n_bytes} of states"
         assert not self.traffic.running("nobody")
+        if not self.disk.n_refused:
+            n_steps = self.traffic.stats()["workflow_steps"]
+            assert n_steps == self.n_steps, (
+                f"{n_steps} steps of workflows, {self.n_steps} asked for"
+            )

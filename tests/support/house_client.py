@@ -15,6 +15,7 @@ from simulated_disk import PowerLost
 from simulated_threads import done_without_loop
 from simulation import SCOPE, Tokens, codec, path_ids
 from store_tools import assert_same_rows, ids_of, rows_of
+from told import Made
 
 from towerd.cold import cold_history, freeze, thaw, write_copy
 from towerd.errors import (
@@ -37,11 +38,19 @@ if TYPE_CHECKING:
 NO_LIMIT = 1 << 30
 SHARED = "s"
 """The session that two clients continue."""
-STEPS_MAX = 7
+STEPS_MAX = 14
+N_KINDS = 5
+"""Of steps besides turns, in one life."""
 PREFIXES = [tuple(random.Random(n).randint(0, 2) for _ in range(n)) for n in (60, 150)]
 """What sessions begin with; of the longer one a part is re-encoded."""
 NOT_NOW = (SessionBusy, NotFound, SessionFrozen, InvalidRequest)
 """What other clients may cause."""
+KINDS = frozenset(
+    "prompt read running search look verify state resume delete rename respond forget freeze copy thaw flush"
+    " collect pin base give".split()
+)
+CROWDED = frozenset(("delete", "freeze", "respond"))
+"""Where every client has SHARED alone."""
 Values: TypeAlias = Mapping[object, object]
 Step: TypeAlias = Callable[[], object]
 
@@ -52,7 +61,7 @@ def state_of(ids: Ids) -> npt.NDArray[np.uint8]:
 
 
 class _NotRecorded(TowerdError):
-    """A turn whose session was deleted while its request ran."""
+    """A turn or response whose session was deleted while its request ran."""
 
     def __init__(self) -> None:
         super().__init__("deleted meanwhile")
@@ -63,9 +72,8 @@ class Client:
 
     def __init__(self, house: House, name: str, rng: random.Random) -> None:
         self.house, self.name, self.rng = house, name, rng
-        self._own = (f"{name}1", f"{name}2")
-        self._names = (*self._own, *([SHARED] if name in "ab" else []))
-
+        self._own = () if house.is_crowded else (f"{name}1", f"{name}2")
+        self._names = (*self._own, *([SHARED] if house.is_crowded or name in "ab" else []))
         self._handed: dict[str, Ids] = {}
         """What has rows of each session, in RAM or on disk."""
 
@@ -93,20 +101,21 @@ class Client:
             self.house.scheduler.progress()
 
     def _steps(self) -> list[Step]:
-        turns = [self._turn] * 5 + [self._prompt]
-        reads = [self._read, self._read, self._running, self._search, self._look, self._verify]
-        states = [self._state, self._state, self._resume]
+        reads = [self._prompt, self._read, self._read, self._running, self._search, self._look]
+        states = [self._verify, self._state, self._state, self._resume]
         sessions = [self._delete, self._rename, self._respond, self._forget]
         cold = [self._freeze, self._copy, self._thaw]
         tiers = [self._flush, self._collect, self._pin, self._pin, self._base, self._give]
-        return [*turns, *reads, *states, *sessions, *cold, *tiers]
+        every = [*reads, *states, *sessions, *cold, *tiers]
+        kinds = [each for each in every if each.__name__[1:] in self.house.kinds]
+        return [self._turn] * max(2, len(kinds) // 2) + kinds
 
     @contextmanager
-    def _told(self, values: Values, *not_now: type[TowerdError]) -> Iterator[None]:
+    def _told(self, values: Values, *not_now: type[TowerdError]) -> Iterator[Made]:
         """What the block does sets these; errors that it may end with mean that it did not."""
         made = self.house.told.begin(values)
         try:
-            yield
+            yield made
         except not_now:
             self._refused(made)
         except TowerdError:
@@ -118,10 +127,10 @@ class Client:
                 raise PowerLost
             self.house.told.acknowledge(made)
 
-    def _refused(self, made: object) -> None:
+    def _refused(self, made: Made) -> None:
         if self.house.disk.is_off:
             raise PowerLost
-        self.house.told.refuse(made)  # type: ignore[arg-type]
+        self.house.told.refuse(made)
 
     # --- turns ----------------------------------------------------------------------------
 
@@ -136,6 +145,7 @@ class Client:
         """A request: what is stored is read, the answer is recorded, and its rows are handed over."""
         house, name = self.house, self.rng.choice(self._names)
         since = house.recorder.watch_deletions() if self.rng.random() < 0.5 else None
+        n_begun, is_going = house.n_deletions, self._deletions(name)
         before = self._known(name) or self.rng.choice([(), *PREFIXES])
         if self.rng.random() < 0.3:  # it is said otherwise
             before = before[: self.rng.randint(0, len(before))]
@@ -154,14 +164,18 @@ class Client:
             workflow=None if agent is None else "work",
             since=since,
         )
-        n_deletions = house.n_deletions
         self._read_rows(turn.prompt)
+        was_deleted = since is not None and any(
+            gone == name and n >= n_begun for gone, n in house.deleted
+        )
         with self._told({("session", name): prompt + reply}, _NotRecorded):
             recorded = done_without_loop(house.recorder.record(turn))
             if recorded != name and not house.disk.is_off:
                 assert since is not None, f"{name} was recorded as {recorded}"
-                assert house.n_deletions != n_deletions, f"{name} was not recorded"
+                assert is_going(), f"{name} was not recorded"
                 raise _NotRecorded
+            assert not was_deleted or house.disk.is_off, f"{name} was recorded, but deleted before"
+            house.n_steps += agent is not None
         self._hand_over(every[:n_cached], name)
 
     def _prompt(self) -> None:
@@ -263,15 +277,27 @@ class Client:
         if self._known(name) is None or self.rng.random() < 0.3:
             return
         gone: dict[object, object] = {("session", name): None, ("title", name): None}
-        for response, kept in house.told.last("response").items():
-            if isinstance(kept, tuple) and kept[0] == name:
+        for response, values in house.told.possible("response").items():
+            if any(isinstance(kept, tuple) and kept[0] == name for kept in values):
                 gone["response", response] = None
+        n_before = house.n_deletions
         house.n_deletions += 1
         self._handed.pop(name, None)
         may_be_gone = (NotFound,) if name == SHARED else ()
-        with self._told(gone, *may_be_gone):
-            house.store.delete_session(name)
+        with self._told(gone, *may_be_gone) as made:
+            house.deleting.setdefault(name, []).append(made)
+            try:
+                house.store.delete_session(name)
+            finally:
+                house.deleting[name].remove(made)
+            house.deleted.append((name, n_before))
         house.n_deletions += 1
+
+    def _deletions(self, name: str) -> Callable[[], bool]:
+        """Whether a session may have been deleted since this call."""
+        house = self.house
+        n_before, is_going = house.n_deletions, bool(house.deleting.get(name))
+        return lambda: is_going or house.n_deletions != n_before
 
     def _rename(self) -> None:
         name, title = self.rng.choice(self._own), f"title {self.rng.randint(0, 99)}"
@@ -281,13 +307,14 @@ class Client:
 
     def _respond(self) -> None:
         """A response that continues another one, or none."""
-        house, session = self.house, self.rng.choice(self._own)
+        house, session = self.house, self.rng.choice(self._own or self._names)
         if self._known(session) is None:
             return
+        mine = self._own or self._names
         own = {
             response: kept
             for response, kept in house.told.last("response").items()
-            if isinstance(kept, tuple) and kept[0] in self._own
+            if isinstance(kept, tuple) and kept[0] in mine
         }
         before = self.rng.choice(["", *sorted(own)])
         name = f"{self.name}{self.rng.randint(0, 1 << 32)}"
@@ -296,12 +323,23 @@ class Client:
         ]
         said = own[before][1] if before else ()
         body = b'{"id": "%s", "output": [%s]}' % (name.encode(), items[1].body)
-        kept = session, (*said, *(item.name for item in items))
-        with self._told({("response", name): kept}):
-            context = house.store.responses.context(SCOPE, before) if before else ResponseContext()
-            new = NewResponse(SCOPE, name, context, items[:1], items[1:], body)
-            is_kept = house.store.keep_response(new, session, SCOPE)
-            assert is_kept or house.disk.is_off, f"{name} was not kept"
+        kept, key = (session, (*said, *(item.name for item in items))), ("response", name)
+        is_going = self._deletions(session)
+        with self._told({key: kept}, _NotRecorded):
+            for deletion in house.deleting.get(session, ()):
+                deletion |= house.told.begin({key: None})
+            try:
+                context = (
+                    house.store.responses.context(SCOPE, before) if before else ResponseContext()
+                )
+                new = NewResponse(SCOPE, name, context, items[:1], items[1:], body)
+                is_kept = house.store.keep_response(new, session, SCOPE)
+            except NotFound:
+                is_kept = False
+            if not is_kept and not house.disk.is_off:
+                assert session == SHARED, f"{name} was not kept"
+                assert is_going(), f"{name} was not kept"
+                raise _NotRecorded
 
     def _forget(self) -> None:
         own = [

@@ -2,7 +2,7 @@
 one that several processes have open, and lives of a router on simulated sockets.
 
 PYTHONHASHSEED=0 python tests/support/simulate.py --seeds 50
-PYTHONHASHSEED=0 python tests/support/simulate.py --seed 17
+PYTHONHASHSEED=0 python tests/support/simulate.py --seed 17 --kind house
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ LAST_OPERATIONS = 25
 class Simulated(Protocol):
     """What lives, drawn from a seed."""
 
+    kind: str
+    """What `--kind` calls it."""
     operations: list[str]
 
     @property
@@ -55,11 +57,12 @@ class Failure:
     seed: int
     error: str
     operations: list[str]
+    kind: str
 
     def text(self) -> str:
         """The last operations, the error, and how to run it again."""
         last = "\n".join(f"  {each}" for each in self.operations[-LAST_OPERATIONS:])
-        again = f"make simulate SEED={self.seed}"
+        again = f"make simulate SEED={self.seed} KIND={self.kind}"
         return (
             f"seed {self.seed} failed; its last operations:\n{last}\n{self.error}\nagain: {again}"
         )
@@ -84,7 +87,8 @@ def simulate(
         except Exception:
             error = traceback.format_exc(limit=-6)
             trace = simulation.disk.trace[-10:]
-            return Failure(seed, error, [*simulation.operations, *trace]), simulation.operations
+            operations = [*simulation.operations, *trace]
+            return Failure(seed, error, operations, simulation.kind), simulation.operations
         finally:
             gc.enable()
             logging.disable(level)
@@ -94,15 +98,14 @@ def simulate(
 def simulated_router(seed: int) -> tuple[Failure | None, list[str]]:
     """As `simulate`, for a router."""
     error, operations = simulate_router(seed)
-    return Failure(seed, error, operations) if error else None, operations
+    return Failure(seed, error, operations, "router") if error else None, operations
 
 
 def main() -> int:
     """Run the seeds; the exit code is 1 if one failed."""
+    stores: list[type[Simulated]] = [Simulation, House, BrokerHouse]
     kinds: dict[str, Callable[[int], tuple[Failure | None, list[str]]]] = {
-        "store": simulate,
-        "house": partial(simulate, kind=House),
-        "broker": partial(simulate, kind=BrokerHouse),
+        **{each.kind: partial(simulate, kind=each) for each in stores},
         "router": simulated_router,
     }
     parser = argparse.ArgumentParser(description="Simulate a store on a disk that fails, a router.")

@@ -104,6 +104,8 @@ class SimulatedDisk:
         self._durable = dict(self._names)
         self._changes: list[NameChange] = []
         self._open: dict[int, Path | DiskFile] = {}
+        self._unowned: set[int] = set()
+        """Descriptors that no file object closes."""
 
     def has(self, path: Any) -> bool:
         """Whether a path is on this disk, and has to survive."""
@@ -183,6 +185,7 @@ class SimulatedDisk:
             self.change("create", path, needs_room=True)
         fd = _REAL["open"](path, flags, mode, dir_fd=dir_fd)
         self._open.pop(fd, None)
+        self._unowned.add(fd)
         if is_new:
             self.made(path)
         if path.is_dir():
@@ -193,6 +196,23 @@ class SimulatedDisk:
                 self.change("truncate", path)
                 file.unsynced.append(Write(0, None))
         return int(fd)
+
+    def closed(self, fd: int) -> None:
+        """As `os.close`."""
+        self._unowned.discard(fd)
+        _REAL["close"](fd)
+
+    def file_of(self, fd: int, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        """As `os.fdopen`."""
+        self._unowned.discard(fd)
+        if mode == "wb":
+            return io.BufferedWriter(_File(fd, "wb"))
+        return _REAL["fdopen"](fd, mode, *rest, **more)
+
+    def close_left(self) -> None:
+        """Of a process that is gone there are no descriptors left."""
+        while self._unowned:
+            _REAL["close"](self._unowned.pop())
 
     def written(self, fd: int, data: Any, at: int | None) -> int:
         """As `os.write`, or `os.pwrite` at an offset."""
@@ -270,7 +290,7 @@ class SimulatedDisk:
 
 _REAL: dict[str, Callable[..., Any]] = {
     name: getattr(os, name)
-    for name in "open write pwrite ftruncate fsync rename replace link unlink mkdir fdopen".split()
+    for name in "open write pwrite ftruncate fsync rename replace link unlink mkdir fdopen close".split()
 }
 
 
@@ -285,12 +305,6 @@ class _File(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         return os.write(self.fileno(), data)
-
-
-def _file_of(fd: int, mode: str = "r", *rest: Any, **more: Any) -> Any:
-    if mode == "wb":
-        return io.BufferedWriter(_File(fd, "wb"))
-    return _REAL["fdopen"](fd, mode, *rest, **more)
 
 
 @contextmanager
@@ -310,10 +324,14 @@ def calls_to(disk: SimulatedDisk) -> Iterator[None]:
         "link": lambda old, new, **_: disk.renamed(old, new, "link"),
         "unlink": lambda path, *, dir_fd=None: disk.unlinked(path),
         "mkdir": lambda path, mode=0o777, *, dir_fd=None: disk.folder_made(path, mode),
-        "fdopen": _file_of,
+        "fdopen": disk.file_of,
+        "close": disk.closed,
     }
-    with patch.multiple(os, **made):
-        yield
+    try:
+        with patch.multiple(os, **made):
+            yield
+    finally:
+        disk.close_left()
 
 
 def flip_bit(path: Path, rng: random.Random) -> None:

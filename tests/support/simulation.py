@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import secrets
 import time
@@ -32,6 +33,8 @@ from towerd.tokens import Ids
 LIVES = 4
 STEPS_MAX = 14
 SCOPE = "local"
+PID = 1
+"""Every process is this one."""
 _LOST = "has no tokens"
 Tokens = tuple[int, ...]
 Items = tuple[str, ...]
@@ -65,6 +68,8 @@ class Acknowledged:
 
 class Simulation:
     """The lives of one store. Each ends with a power cut or a clean stop."""
+
+    kind = "store"
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.rng = random.Random(seed)
@@ -492,8 +497,11 @@ def _responses(store: Store) -> Iterator[tuple[str, tuple[str, Items]]]:
         "SELECT responses.name, sessions.id FROM responses"
         " LEFT JOIN sessions ON sessions.pk = session WHERE hidden = 0"
     )
-    for name, session in store.state.catalog.rows(sql):
+    with store.locked():
+        rows = store.state.catalog.rows(sql)
+    for name, session in rows:
         items = store.responses.context(SCOPE, name).items
+        assert json.loads(store.responses.body(SCOPE, name))["id"] == name, "another one's body"
         yield name, (session, tuple(json.loads(item)["id"] for item in items))
 
 
@@ -503,6 +511,7 @@ def edges_on(disk: SimulatedDisk, rng: random.Random, clock: Callable[[], float]
     with (
         calls_to(disk),
         sqlite_on(disk),
+        patch.object(os, "getpid", lambda: PID),
         patch.object(time, "time", clock),
         patch.object(time, "time_ns", lambda: int(clock() * 1e9)),
         patch.object(secrets, "randbits", rng.getrandbits),

@@ -22,6 +22,10 @@ class Said:
     ended: float = inf
 
 
+Made: TypeAlias = dict[Key, Said]
+"""An operation on some things, while it is under way."""
+
+
 class Told:
     """The operations on everything, each of which sets one thing to a value, as several threads ask for them."""
 
@@ -29,7 +33,7 @@ class Told:
         self._said: dict[Key, list[Said]] = {}
         self._ticks = count(1)
 
-    def begin(self, values: Mapping[Key, Value]) -> dict[Key, Said]:
+    def begin(self, values: Mapping[Key, Value]) -> Made:
         """An operation is asked for that sets these."""
         now = next(self._ticks)
         made = {key: Said(value, now) for key, value in values.items()}
@@ -65,6 +69,12 @@ class Told:
             if isinstance(key, tuple) and key[0] == kind and done.value is not None:
                 found[key[1]] = done.value
         return found
+
+    def possible(self, kind: str) -> dict[str, list[Value]]:
+        """By name the things of a kind that may be there, and what they may be."""
+        keys = [key for key in self._said if isinstance(key, tuple) and key[0] == kind]
+        found = {key[1]: [each for each in self.allowed(key) if each is not None] for key in keys}
+        return {name: values for name, values in found.items() if values}
 
     def wrong(self, found: Mapping[Key, Value], ignored: str = "") -> list[str]:
         """What is found otherwise than it may be. ignored: a kind of which None allows anything"""

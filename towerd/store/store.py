@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -525,22 +526,21 @@ class Store:
             with self.media.leaving(found.pk):
                 self.cold.forget(self._sessions.delete(found, nodes, self.deletions))
 
-    def keep_response(self, new: NewResponse, session: str, scope: str) -> bool:
+    def keep_response(
+        self, new: NewResponse, session: str, scope: str, since: DeletionWatch | None = None
+    ) -> bool:
         """Keep a response whose turn is in the session of this id and scope; "": it is in none. Returns
-        False and keeps nothing if that, or what the response continues, was deleted."""
+        False and keeps nothing if that was deleted `since`, also where another one has the id by now,
+        or if what the response continues was deleted. since: None: this call"""
         if not session:
             return self.responses.add(new, None)
+        since = since or self.deletions.watch()
         with self.state.locked():
             found = self._sessions.lookup(session, scope)
         if found is None:
             return False
-        short = self.responses.sharing(new, found.pk)
-        with self.state.locked():
-            if self._sessions.lookup(session, scope) != found:
-                return False  # deleted since
-            if self.responses.add(short, found.pk):
-                return True
-            return short is not new and self.responses.add(new, found.pk)
+        was_deleted = partial(self._sessions.is_deleted, since, session, scope)
+        return self.responses.keep(new, found.pk, was_deleted)
 
     def session_of_context(
         self, context: ResponseContext, named: str | None, scope: str

@@ -542,7 +542,8 @@ class Tiers(Listener):
                 self._writer.write_due()
                 self._enforce()
                 if kind != "stop" and self._work.empty():
-                    self._shrink()
+                    if self._shrink():
+                        self._enforce()  # a file that is not squeezed any more may be larger
                     self.prefetcher.step(self._has_rows)
             except StoreError as error:
                 self.counters.write_errors += 1
@@ -574,8 +575,8 @@ class Tiers(Listener):
         node = find_node(self.store, node_id)
         return node is not None and node.has_rows
 
-    def _shrink(self) -> None:
-        """Re-encode at most one file."""
+    def _shrink(self) -> bool:
+        """Re-encode at most one file; returns whether it did."""
         done = self._shrinker.step()
         bytes_max = self.store.disk.rows_bytes_max(self.warm_bytes_max)
         if self.store.state.warm_bytes <= PRESSED_SHARE * bytes_max:
@@ -588,6 +589,7 @@ class Tiers(Listener):
                 remember_that_it_squeezed(self.store)
         if done is not None:
             self.counters.bytes_written += done.nbytes
+        return done is not None
 
     def _enforce(self) -> None:
         """Evict hot rows that have a file, then files, until both budgets hold."""

@@ -252,7 +252,8 @@ class Task:
         ended = reply, slot, finish.n_cached, extra, shown
         data = await self._threads.call(0, self.writer.final, *ended)
         if pending is not None:
-            await pending.answered(self.writer.response(index), finish, self.scope)
+            since = None if self.began is None else self.began[1]
+            await pending.answered(self.writer.response(index), finish, self.scope, since)
         choice.end(is_whole=True)
         return data
 

@@ -27,6 +27,7 @@ from towerd.store.sessions.responses import NewResponse
 if TYPE_CHECKING:
     from towerd.engine.base import Finish
     from towerd.store import Store
+    from towerd.store.sessions.deletions import DeletionWatch
 
 log = logging.getLogger(__name__)
 
@@ -91,24 +92,26 @@ class PendingResponse:
         session = await asyncio.to_thread(self.store.session_of_context, *asked)
         return replace(self, is_kept=session is not None, session=session)
 
-    async def answered(self, response: bytes, finish: Finish, scope: str) -> None:
-        """Keep the response, and add it to its conversation, durably. scope: of its turn. Raises DiskFull
-        or another StoreError."""
+    async def answered(
+        self, response: bytes, finish: Finish, scope: str, since: DeletionWatch | None
+    ) -> None:
+        """Keep the response, and add it to its conversation, durably. scope: of its turn; since: that of its
+        turn. Raises DiskFull or another StoreError."""
         if not self.is_kept and self.context.conversation is None:
             return
         if finish.ids and not finish.session:
             return  # it was deleted meanwhile
-        if not await asyncio.to_thread(self._keep, response, finish.session, scope):
+        if not await asyncio.to_thread(self._keep, response, finish.session, scope, since):
             log.info("a response was not kept: what it continues was deleted while it was answered")
 
-    def _keep(self, response: bytes, session: str, scope: str) -> bool:
+    def _keep(self, response: bytes, session: str, scope: str, since: DeletionWatch | None) -> bool:
         made = msgspec.json.decode(response, type=_MadeResponse)
         output = named_items(map(bytes, made.output))
         body = response if self.is_kept else b""
         new = NewResponse(self.scope, made.id, self.context, self.input, output, body)
         if not session:
             return self.store.responses.add(new, self.session)
-        return self.store.keep_response(new, session, scope)
+        return self.store.keep_response(new, session, scope, since)
 
 
 @dataclass(frozen=True, slots=True)

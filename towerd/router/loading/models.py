@@ -28,7 +28,7 @@ from towerd.router.loading.entry import ModelEntry
 from towerd.router.loading.events import ModelEvents
 from towerd.router.loading.metrics import RouterMetrics
 from towerd.router.loading.model import RoutedModel, State
-from towerd.router.loading.process import STOP_S_MAX, ModelProcess
+from towerd.router.loading.process import STOP_S_MAX, WRITE_S, ModelProcess
 from towerd.router.loading.room import Room
 from towerd.system.machine import resident_bytes
 
@@ -193,9 +193,11 @@ class Models:
             await asyncio.wait((model.watch,), timeout=REFUSED_S)
 
     def give_up(self, model: RoutedModel, process: ModelProcess) -> None:
-        """A process accepts no connections, and did not end either: end it, in order if it can."""
-        if model.process is process:
-            self.begin_unload(model)
+        """A process accepts no connections, and did not end either: end it, in order if it can, but do not
+        wait for its requests first."""
+        if model.process is process and model.state is State.LOADED:
+            model.state = State.STOPPING
+            self._run(process.stop(time.monotonic() + STOP_S_MAX))
 
     # ---- loading ----------------------------------------------------------------------------
 
@@ -379,16 +381,18 @@ class Models:
             self._run(self._stop(model, model.process))
 
     async def _stop(self, model: RoutedModel, process: ModelProcess) -> None:
-        """End a process in order, after its requests: one that is on its way to it would be lost with the
-        connection, and one that takes longer than the process's own grace would be cut off."""
+        """End a process in order, after its requests, within STOP_S_MAX of now: a request that is on its way
+        to it would be lost with the connection, and one that takes longer than the process's own grace
+        would be cut off."""
         process.resume()
         deadline_s = time.monotonic() + STOP_S_MAX
+        requests_until_s = deadline_s - WRITE_S
         while model.n_running and process.exit_code is None and not self._is_closing:
             self._changed.clear()
-            if time.monotonic() >= deadline_s:
+            if time.monotonic() >= requests_until_s:
                 break
-            await self._wait_for_change(deadline_s)
-        await process.stop()
+            await self._wait_for_change(requests_until_s)
+        await process.stop(deadline_s)
 
     def keep_alive(self, model: RoutedModel, seconds: float) -> None:
         """Unload a model, in order, so long after its requests have ended: those that run and those that wait

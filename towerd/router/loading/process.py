@@ -8,6 +8,7 @@ import json
 import pickle
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -24,7 +25,9 @@ from towerd.store.catalog.shared.broker import CatalogConnection
 from towerd.system.process import is_stopped
 
 STOP_S_MAX = 120.0
-"""For the requests that run, and for writing what is live; then the process is killed."""
+"""For the requests that run and for writing what is live, together; then the process is killed."""
+WRITE_S = 30.0
+"""How much of it requests leave: for what they have made so far and for writing what is live."""
 STOPPED_S_MAX = 30.0
 """A process that is stopped for so long while it loads is ended."""
 COMMAND = (sys.executable, "-P", "-m", "towerd.router.loading.child")
@@ -185,15 +188,16 @@ class ModelProcess:
             await self._client.aclose()
         return code
 
-    async def stop(self) -> None:
-        """Let it finish its requests and write what is live; SIGKILL if that takes too long."""
+    async def stop(self, deadline_s: float) -> None:
+        """Let it finish its requests and write what is live; SIGKILL if it has not ended when
+        time.monotonic() is `deadline_s`."""
         assert self._process is not None
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
                 self._process.send_signal(signal.SIGCONT)  # one that is stopped hears nothing else
         try:
-            await asyncio.wait_for(self.wait(), STOP_S_MAX)
+            await asyncio.wait_for(self.wait(), max(0.0, deadline_s - time.monotonic()))
         except TimeoutError:
             await self.end()
 

@@ -130,10 +130,16 @@ class StoreLock:
         """Take the lock. Raises StoreLocked (naming the owner's pid) or OSError."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
+            self._take(path)
+        except BaseException:  # such as a full disk: it can be taken once there is room
+            os.close(self._fd)
+            raise
+
+    def _take(self, path: Path) -> None:
+        try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            os.close(self._fd)
             raise StoreLocked(
                 f"the store {path.parent} is in use by process {owner}; stop that daemon or "
                 "choose another store directory"
@@ -144,6 +150,8 @@ class StoreLock:
     def release(self) -> None:
         """Release the lock. The file stays: removing it would race with the next owner."""
         if self._fd >= 0:
-            os.ftruncate(self._fd, 0)
-            os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1
+            try:
+                os.ftruncate(fd, 0)
+            finally:
+                os.close(fd)

@@ -107,7 +107,8 @@ def session_footprints(
         with state.locked():
             end = state.tree.nodes.get(ends.get(info.leaf or 0, 0))
             path = [] if end is None else end.path()
-            yield _footprint_of(state, info, path, n_sharers, with_public)
+            found = _footprint_of(state, info, path, n_sharers, with_public)
+        yield found  # outside: who takes it may never ask for the next one
 
 
 def _footprint_of(

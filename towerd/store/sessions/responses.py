@@ -102,15 +102,22 @@ class ResponseTable:
         """The conversations that responses are made in."""
         return ConversationTable(self.catalog, self.locked, self.clock, self.limit)
 
-    def add(self, new: NewResponse, session: int | None) -> bool:
+    def add(
+        self,
+        new: NewResponse,
+        session: int | None,
+        was_deleted: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Keep a response, and add its items to its conversation. session: the row of the session that
-        its turn was recorded in. Returns False and keeps nothing if that, or what it continues, was deleted."""
+        its turn was recorded in; was_deleted: whether that session was, asked under the store's lock: its
+        row may be another one's by now. Returns False and keeps nothing if that, or what it continues, was deleted.
+        Compresses: call it without the lock."""
         own, body = pack(_array(item.body for item in new.input)), pack(new.body)
         context, now = new.context, self.clock()
         is_said = context.conversation is not None
         added = packed((*new.input, *new.output)) if is_said else []
         with self.locked(), self.catalog.transaction():
-            if not self._is_there(new, session):
+            if was_deleted() or not self._is_there(new, session):
                 return False
             if context.conversation is not None:
                 append_items(self.catalog, context.conversation, added, now, session)
@@ -129,6 +136,13 @@ class ResponseTable:
                     created=now,
                 )
         return True
+
+    def keep(self, new: NewResponse, session: int, was_deleted: Callable[[], bool]) -> bool:
+        """As `add`, with what the response has in common with the session's last one kept once."""
+        short = self.sharing(new, session)
+        if self.add(short, session, was_deleted):
+            return True
+        return short is not new and self.add(new, session, was_deleted)
 
     def sharing(self, new: NewResponse, session: int) -> NewResponse:
         """The same response, without those of its first items that are those of the last response of its
@@ -301,10 +315,10 @@ def _hide(catalog: Catalog, whose: str, which: int) -> None:
 def _n_same(given: Sequence[ContextItem], known: Sequence[bytes]) -> int:
     """How many items two lists begin with alike."""
     pairs = zip(given, known, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: _is_same(*pair), pairs))
+    return sum(1 for _ in takewhile(lambda pair: _was_deleted(*pair), pairs))
 
 
-def _is_same(given: ContextItem, known: bytes) -> bool:
+def _was_deleted(given: ContextItem, known: bytes) -> bool:
     mine, other = msgspec.json.decode(given.body), msgspec.json.decode(known)
     if not given.is_named:
         del mine["id"]

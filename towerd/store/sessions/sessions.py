@@ -347,6 +347,10 @@ class SessionTable:
             hashes |= decode_hashes(marks)
         return scope, hashes
 
+    def is_deleted(self, since: DeletionWatch, id: str, scope: str) -> bool:
+        """Whether the session `id` was deleted `since`, even if another one has the id now."""
+        return since.has_named(self.tokenizer, scope, id)
+
     def check_not_deleted(
         self,
         since: DeletionWatch | None,
@@ -360,7 +364,7 @@ class SessionTable:
         if since is None:
             return
         if id is not None:
-            is_deleted = since.has_named(self.tokenizer, scope, id)
+            is_deleted = self.is_deleted(since, id, scope)
         else:
             n = since.deepest(self.tokenizer, ids, scope)
             known = tree.matched(ids, scope, self.other_scopes(scope)) if n and tree else ()

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SNAPSHOT = ".snapshot"
 LOG = ".log"
 _ATTEMPTS = 3
+_ZEROS = 16
+"""Hardly any frame ends in more of them."""
 _NAME = re.compile(r"([0-9]{16})(\.snapshot|\.log)")
 
 
@@ -53,6 +55,9 @@ class JournalFile:
     """The end record of a complete snapshot."""
     is_foreign: bool = False
     """Whether it has frames that were sealed with keys of another store, or with none that is known."""
+    is_cut_short: bool = False
+    """Whether all that is corrupt in this log was never written: it ends in zeros, which a power cut leaves of
+    what was not synced."""
 
     @property
     def sound_size(self) -> int:
@@ -101,6 +106,11 @@ class Chain:
     def is_damaged(self) -> bool:
         """Whether any file has corrupt frames."""
         return any(file.is_damaged for file in self.files)
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether all that is damaged are logs that a power cut has cut short."""
+        return all(file.is_cut_short for file in self.files if file.is_damaged)
 
     @property
     def is_plain(self) -> bool:
@@ -190,7 +200,16 @@ def _read_file(path: Path, seq: int, vault: Vault | None) -> JournalFile:
         whole = msgspec.msgpack.decode(found[-1].payload(data, vault), type=SnapshotEnd)
         is_right = len(found) == whole.n_frames + 1 and all(each.seq == seq for each in found)
         whole = whole if is_right else None
-    return JournalFile(path, seq, len(data), found, whole, len(found) < len(every))
+    is_foreign = len(found) < len(every)
+    is_cut_short = path.suffix == LOG and not is_foreign and _ends_in_zeros(data, found)
+    return JournalFile(path, seq, len(data), found, whole, is_foreign, is_cut_short)
+
+
+def _ends_in_zeros(data: bytes, found: Sequence[JournalFrame]) -> bool:
+    """Whether each run of bytes before one of these frames, and behind the one before it, does."""
+    starts = [0, *(frame.end for frame in found)]
+    gaps = [data[start : frame.start] for start, frame in zip(starts, found, strict=False)]
+    return not any(gap[-_ZEROS:].strip(b"\0") for gap in gaps)
 
 
 def _from_base(records: Sequence[JournalFrame], base: JournalFile | None) -> list[JournalFrame]:

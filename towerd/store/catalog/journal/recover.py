@@ -328,7 +328,8 @@ class _Opening:
         is_right = is_right and (chain.is_empty or chain.schema == VERSION)
         is_right = is_right and not (self._file.vault is not None and chain.is_plain)
         if chain.is_damaged:
-            self._set_journal_aside("It was damaged")
+            how = "A power cut had cut it short" if chain.is_cut_short else "It was damaged"
+            self._set_journal_aside(how)
         self._journal.begin(self._chain, ledger.store, ledger.seq)
         if is_right:
             return
