@@ -101,14 +101,28 @@ class Client:
             self.house.scheduler.progress()
 
     def _steps(self) -> list[Step]:
-        reads = [self._prompt, self._read, self._read, self._running, self._search, self._look]
-        states = [self._verify, self._state, self._state, self._resume]
-        sessions = [self._delete, self._rename, self._respond, self._forget]
-        cold = [self._freeze, self._copy, self._thaw]
-        tiers = [self._flush, self._collect, self._pin, self._pin, self._base, self._give]
+        reads: list[Step] = [
+            self._prompt,
+            self._read,
+            self._read,
+            self._running,
+            self._search,
+            self._look,
+        ]
+        states: list[Step] = [self._verify, self._state, self._state, self._resume]
+        sessions: list[Step] = [self._delete, self._rename, self._respond, self._forget]
+        cold: list[Step] = [self._freeze, self._copy, self._thaw]
+        tiers: list[Step] = [
+            self._flush,
+            self._collect,
+            self._pin,
+            self._pin,
+            self._base,
+            self._give,
+        ]
         every = [*reads, *states, *sessions, *cold, *tiers]
         kinds = [each for each in every if each.__name__[1:] in self.house.kinds]
-        return [self._turn] * max(2, len(kinds) // 2) + kinds
+        return [*[self._turn] * max(2, len(kinds) // 2), *kinds]
 
     @contextmanager
     def _told(self, values: Values, *not_now: type[TowerdError]) -> Iterator[Made]:
@@ -176,6 +190,7 @@ class Client:
                 raise _NotRecorded
             assert not was_deleted or house.disk.is_off, f"{name} was recorded, but deleted before"
             house.n_steps += agent is not None
+            house.marks.say(name, reply)
         self._hand_over(every[:n_cached], name)
 
     def _prompt(self) -> None:
@@ -291,6 +306,8 @@ class Client:
             finally:
                 house.deleting[name].remove(made)
             house.deleted.append((name, n_before))
+            if name in self._own:
+                house.marks.delete(name)
         house.n_deletions += 1
 
     def _deletions(self, name: str) -> Callable[[], bool]:
@@ -411,7 +428,10 @@ class Client:
         for name, ids in self._handed.items():
             with house.store.hold(ids, SCOPE) as path:
                 plan = house.tiers.plan(path, 0)
+                nodes = path.match().nodes
             assert plan.n == len(ids), f"{name} has {plan.n} rows of {len(ids)}"
+            unwritten = [node.id for node in nodes if node.file is None and not node.removed]
+            assert not unwritten, f"{unwritten} of {name} have no file after a flush"
 
     def _give(self) -> None:
         """RAM is short."""

@@ -82,6 +82,8 @@ class Simulation:
         self.flushed: list[Acknowledged] | None = None
         """What was acknowledged since the last flush, that first; the journal alone has one of them."""
         self.is_flipped = False
+        self.flipped = ""
+        """The file in which a bit has just flipped."""
         self.is_torn = False
         """A lost catalog is to be rebuilt from a journal whose end a power cut has torn."""
         self.has_lost_turns = False
@@ -124,7 +126,9 @@ class Simulation:
         if segments and self.rng.random() < 0.15:
             self.is_flipped = True
             self.operations.append("a bit flips in a segment file")
-            flip_bit(self.rng.choice(segments), self.rng)
+            path = self.rng.choice(segments)
+            if flip_bit(path, self.rng):
+                self.flipped = path.name
         elif self.flushed is not None and self.rng.random() < 0.3:
             self.operations.append("the catalog is lost")
             self.is_torn |= is_cut
@@ -409,7 +413,15 @@ class Simulation:
 
     # --- what it must have ----------------------------------------------------------------
 
+    def _check_named(self, store: Store) -> None:
+        """The file in which a bit has flipped is named by `verify`, unless it was refused already."""
+        if self.flipped in {file.path.name for file in store.files()}:
+            problems = store.verify().problems
+            assert any(self.flipped in each for each in problems), f"{self.flipped}: {problems}"
+        self.flipped = ""
+
     def _check(self, store: Store) -> None:
+        self._check_named(store)
         if self.is_torn:
             self.has_lost_turns = True
             _delete_lost(store)

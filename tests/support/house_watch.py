@@ -1,0 +1,75 @@
+"""What must hold at every moment of a simulated store, and what of its deleted sessions may be left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+from simulation import Tokens
+from store_tools import ids_of
+
+from towerd.store import Node, SegmentFile
+from towerd.store.rows.rows import RowStore
+
+if TYPE_CHECKING:
+    from house import House
+
+MARK_TOKENS_MIN = 20
+"""So many drawn tokens are found nowhere else."""
+
+
+@contextmanager
+def pins_watched(house: House) -> Iterator[None]:
+    """Pinned rows leave for a full disk alone, inside the block. Raises AssertionError where they leave."""
+    drop_file: Callable[..., int] = RowStore.drop_file
+    drop_hot: Callable[..., int] = RowStore.drop_hot
+
+    def file_left(rows: RowStore, file: SegmentFile, *, set_aside: bool = False) -> int:
+        with house.store.locked():
+            if not (house.store.disk.bytes_max or set_aside or file.dropped):
+                pinned = [node.id for node in house.store.viewers(file) if node.pinned]
+                assert not pinned, f"the file of the pinned segments {pinned} is deleted"
+        return drop_file(rows, file, set_aside=set_aside)
+
+    def hot_left(rows: RowStore, node: Node) -> int:
+        with house.store.locked():
+            is_lost = node.pinned and node.hot is not None and node.file is None
+            assert not is_lost or house.store.writes.budget or house.disk.n_refused, (
+                f"the rows of the pinned segment {node.id} leave RAM, and have no file"
+            )
+        return drop_hot(rows, node)
+
+    with (
+        patch.object(RowStore, "drop_file", file_left),
+        patch.object(RowStore, "drop_hot", hot_left),
+    ):
+        yield
+
+
+class Marks:
+    """Tokens by which what was said in each session can be told, and those of sessions that are deleted."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, list[bytes]] = {}
+        self._deleted: list[bytes] = []
+
+    def say(self, name: str, tokens: Tokens) -> None:
+        """Said in a session, and nowhere else."""
+        if len(tokens) >= MARK_TOKENS_MIN:
+            self._said.setdefault(name, []).append(ids_of(*tokens).tobytes())
+
+    def delete(self, name: str) -> None:
+        """The session is deleted."""
+        self._deleted += self._said.pop(name, [])
+
+    def check_gone(self, house: House) -> None:
+        """After a gc no file has what was said in deleted sessions, unless it is pinned. Nothing else runs."""
+        house.store.gc()
+        pinned = [node.prefix_ids().tobytes() for node in house.store.pins.listing()]
+        marks = [mark for mark in self._deleted if not any(mark in ids for ids in pinned)]
+        for path in sorted(house.disk.root.rglob("*")) if marks else ():
+            data = path.read_bytes() if path.is_file() else b""
+            found = [mark for mark in marks if mark in data]
+            assert not found, f"{path.name} has tokens of {len(found)} turns of deleted sessions"
