@@ -13,7 +13,7 @@ import numpy.typing as npt
 from format_oracle import converted
 from simulated_disk import PowerLost
 from simulated_threads import done_without_loop
-from simulation import SCOPE, Tokens, codec, path_ids
+from simulation import SCOPE, Tokens, codec, medium_name, path_ids
 from store_tools import assert_same_rows, ids_of, rows_of
 from told import Made
 
@@ -29,6 +29,7 @@ from towerd.errors import (
 from towerd.store import Node, Turn
 from towerd.store.sessions.conversations import ContextItem, ResponseContext
 from towerd.store.sessions.frozen import SessionBusy
+from towerd.store.sessions.media import SentMedium
 from towerd.store.sessions.responses import NewResponse
 from towerd.tokens import Ids
 
@@ -155,6 +156,12 @@ class Client:
         found = self.house.told.last("session").get(name)
         return found if isinstance(found, tuple) else None
 
+    def _media(self) -> list[SentMedium]:
+        """What a turn has besides tokens: a picture now and then."""
+        if self.rng.random() < 0.8:
+            return []
+        return [SentMedium(self.rng.randbytes(16), self.rng.randbytes(self.rng.randint(1, 300)))]
+
     def _turn(self) -> None:
         """A request: what is stored is read, the answer is recorded, and its rows are handed over."""
         house, name = self.house, self.rng.choice(self._names)
@@ -177,12 +184,17 @@ class Client:
             agent=agent,
             workflow=None if agent is None else "work",
             since=since,
+            media=self._media(),
         )
         self._read_rows(turn.prompt)
         was_deleted = since is not None and any(
             gone == name and n >= n_begun for gone, n in house.deleted
         )
-        with self._told({("session", name): prompt + reply}, _NotRecorded):
+        told: dict[object, object] = {("session", name): prompt + reply}
+        kept = {("medium", medium_name(name, each.key)): each.file for each in turn.media}
+        with self._told(told | kept, _NotRecorded):
+            for deletion in house.deleting.get(name, ()):
+                deletion |= house.told.begin(dict.fromkeys(kept))
             recorded = done_without_loop(house.recorder.record(turn))
             if recorded != name and not house.disk.is_off:
                 assert since is not None, f"{name} was recorded as {recorded}"
@@ -295,6 +307,9 @@ class Client:
         for response, values in house.told.possible("response").items():
             if any(isinstance(kept, tuple) and kept[0] == name for kept in values):
                 gone["response", response] = None
+        for medium in house.told.possible("medium"):
+            if medium.startswith(f"{name}/"):
+                gone["medium", medium] = None
         n_before = house.n_deletions
         house.n_deletions += 1
         self._handed.pop(name, None)
@@ -341,7 +356,10 @@ class Client:
         said = own[before][1] if before else ()
         body = b'{"id": "%s", "output": [%s]}' % (name.encode(), items[1].body)
         kept, key = (session, (*said, *(item.name for item in items))), ("response", name)
-        is_going = self._deletions(session)
+        is_going, told = self._deletions(session), house.told
+        is_sure = None not in told.allowed(("session", session)) and (
+            not before or None not in told.allowed(("response", before))
+        )
         with self._told({key: kept}, _NotRecorded):
             for deletion in house.deleting.get(session, ()):
                 deletion |= house.told.begin({key: None})
@@ -355,7 +373,7 @@ class Client:
                 is_kept = False
             if not is_kept and not house.disk.is_off:
                 assert session == SHARED, f"{name} was not kept"
-                assert is_going(), f"{name} was not kept"
+                assert is_going() or not is_sure, f"{name} was not kept"
                 raise _NotRecorded
 
     def _forget(self) -> None:

@@ -27,17 +27,17 @@ def pins_watched(house: House) -> Iterator[None]:
     drop_hot: Callable[..., int] = RowStore.drop_hot
 
     def file_left(rows: RowStore, file: SegmentFile, *, set_aside: bool = False) -> int:
-        with house.store.locked():
-            if not (house.store.disk.bytes_max or set_aside or file.dropped):
+        if house.is_open and not (house.store.disk.bytes_max or set_aside):
+            with house.store.state.lock:
                 pinned = [node.id for node in house.store.viewers(file) if node.pinned]
-                assert not pinned, f"the file of the pinned segments {pinned} is deleted"
+                assert not pinned or file.dropped, f"the file of pinned {pinned} is deleted"
         return drop_file(rows, file, set_aside=set_aside)
 
     def hot_left(rows: RowStore, node: Node) -> int:
-        with house.store.locked():
+        with house.store.state.lock:
             is_lost = node.pinned and node.hot is not None and node.file is None
             assert not is_lost or house.store.writes.budget or house.disk.n_refused, (
-                f"the rows of the pinned segment {node.id} leave RAM, and have no file"
+                f"the rows of pinned {node.id} leave RAM, and have no file"
             )
         return drop_hot(rows, node)
 
