@@ -225,9 +225,7 @@ class House:
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        self.is_open = False
         self.store = store = Store.open(self.disk.root, ROW_IDENTITY, clock=self.clock)
-        self.is_open = True
         self._check(store)
         self.hot_bytes = self.rng.choice(_HOT_BYTES)
         self.warm_bytes = self.rng.choice(_WARM_BYTES)

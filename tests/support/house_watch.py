@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from simulation import Tokens
@@ -12,6 +13,7 @@ from store_tools import ids_of
 
 from towerd.store import Node, SegmentFile
 from towerd.store.rows.rows import RowStore
+from towerd.store.state.state import StoreState
 
 if TYPE_CHECKING:
     from house import House
@@ -25,19 +27,32 @@ def pins_watched(house: House) -> Iterator[None]:
     """Pinned rows leave for a full disk alone, inside the block. Raises AssertionError where they leave."""
     drop_file: Callable[..., int] = RowStore.drop_file
     drop_hot: Callable[..., int] = RowStore.drop_hot
+    forget_file: Callable[..., None] = StoreState.forget_file
+    leaving: set[Path] = set()
 
-    def file_left(rows: RowStore, file: SegmentFile, *, set_aside: bool = False) -> int:
-        if house.is_open and not (house.store.disk.bytes_max or set_aside):
-            with house.store.state.lock:
-                pinned = [node.id for node in house.store.viewers(file) if node.pinned]
-                assert not pinned or file.dropped, f"the file of pinned {pinned} is deleted"
-        return drop_file(rows, file, set_aside=set_aside)
+    def file_left(rows: RowStore, file: SegmentFile, *, set_aside: bool = False, **how: Any) -> int:
+        if set_aside:  # it is damaged
+            return drop_file(rows, file, set_aside=True)
+        leaving.add(file.path)
+        try:
+            return drop_file(rows, file, **how)
+        finally:
+            leaving.discard(file.path)
+
+    def forgotten(state: StoreState, file: SegmentFile) -> None:
+        if file.path in leaving and not state.directory.limit.bytes_max:
+            pinned = [node.id for node in state.tree.viewers(file) if node.pinned]
+            assert not pinned, f"the file of the pinned segments {pinned} is deleted"
+        forget_file(state, file)
 
     def hot_left(rows: RowStore, node: Node) -> int:
         with house.store.state.lock:
-            is_lost = node.pinned and node.hot is not None and node.file is None
-            assert not is_lost or house.store.writes.budget or house.disk.n_refused, (
-                f"the rows of pinned {node.id} leave RAM, and have no file"
+            pinned = [each for each in house.store.nodes() if each.pinned and each.hot is not None]
+            n_bytes = sum(each.hot.nbytes for each in pinned if each.hot is not None)
+            has_room = house.has_room and not house.disk.n_refused and "give" not in house.kinds
+            is_lost = node in pinned and node.file is None and n_bytes <= house.hot_bytes
+            assert not (has_room and is_lost), (
+                f"the rows of pinned {node.id} have no file, and leave"
             )
         return drop_hot(rows, node)
 
