@@ -168,7 +168,7 @@ class Client:
         since = house.recorder.watch_deletions() if self.rng.random() < 0.5 else None
         n_begun, is_going = house.n_deletions, self._deletions(name)
         before = self._known(name) or self.rng.choice([(), *PREFIXES])
-        if self.rng.random() < 0.3:  # it is said otherwise
+        if self.rng.random() < 0.5:  # it is said otherwise
             before = before[: self.rng.randint(0, len(before))]
         prompt, reply = (*before, *self._tokens()), self._tokens()
         every = np.array(prompt + reply, np.int32)
