@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from house_client import CROWDED, KINDS, N_KINDS, NO_LIMIT, Client
+from house_watch import Marks, pins_watched
 from scheduler import Scheduler, ThreadDied
 from simulated_disk import PowerLost, SimulatedDisk
 from simulated_sqlite import connections_guarded
@@ -116,6 +117,7 @@ class House:
         self.seed, self.folder = seed, folder
         self.now = 1e9
         self.told = Told()
+        self.marks = Marks()
         self.operations: list[str] = []
         self.turns: list[str] = []
         """The threads in the order in which they ran."""
@@ -159,6 +161,7 @@ class House:
                 edges_on(self.disk, rng, self.clock),
                 connections_guarded(),
                 heard_by(complaints),
+                pins_watched(self),
             ):
                 self._lived(n_clients=0 if is_last else self.rng.randint(2, 4))
             self.operations += [f"life {life}: {each}" for each in self.disk.trace[-6:]]
@@ -294,6 +297,7 @@ class House:
                 assert n_bytes <= self.states.bytes_max or not states, f"{n_bytes} of states"
         assert not self.traffic.running("nobody")
         if not self.disk.n_refused:
+            self.marks.check_gone(self)
             n_steps = self.traffic.stats()["workflow_steps"]
             assert n_steps == self.n_steps, (
                 f"{n_steps} steps of workflows, {self.n_steps} asked for"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from format_oracle import converted
 from simulated_disk import PowerLost
 from simulated_threads import done_without_loop
-from simulation import SCOPE, Tokens, codec, path_ids
+from simulation import SCOPE, Tokens, codec, medium_name, path_ids
 from store_tools import assert_same_rows, ids_of, rows_of
 from told import Made
 
@@ -29,6 +29,7 @@ from towerd.errors import (
 from towerd.store import Node, Turn
 from towerd.store.sessions.conversations import ContextItem, ResponseContext
 from towerd.store.sessions.frozen import SessionBusy
+from towerd.store.sessions.media import SentMedium
 from towerd.store.sessions.responses import NewResponse
 from towerd.tokens import Ids
 
@@ -101,14 +102,28 @@ class Client:
             self.house.scheduler.progress()
 
     def _steps(self) -> list[Step]:
-        reads = [self._prompt, self._read, self._read, self._running, self._search, self._look]
-        states = [self._verify, self._state, self._state, self._resume]
-        sessions = [self._delete, self._rename, self._respond, self._forget]
-        cold = [self._freeze, self._copy, self._thaw]
-        tiers = [self._flush, self._collect, self._pin, self._pin, self._base, self._give]
+        reads: list[Step] = [
+            self._prompt,
+            self._read,
+            self._read,
+            self._running,
+            self._search,
+            self._look,
+        ]
+        states: list[Step] = [self._verify, self._state, self._state, self._resume]
+        sessions: list[Step] = [self._delete, self._rename, self._respond, self._forget]
+        cold: list[Step] = [self._freeze, self._copy, self._thaw]
+        tiers: list[Step] = [
+            self._flush,
+            self._collect,
+            self._pin,
+            self._pin,
+            self._base,
+            self._give,
+        ]
         every = [*reads, *states, *sessions, *cold, *tiers]
         kinds = [each for each in every if each.__name__[1:] in self.house.kinds]
-        return [self._turn] * max(2, len(kinds) // 2) + kinds
+        return [*[self._turn] * max(2, len(kinds) // 2), *kinds]
 
     @contextmanager
     def _told(self, values: Values, *not_now: type[TowerdError]) -> Iterator[Made]:
@@ -141,13 +156,19 @@ class Client:
         found = self.house.told.last("session").get(name)
         return found if isinstance(found, tuple) else None
 
+    def _media(self) -> list[SentMedium]:
+        """What a turn has besides tokens: a picture now and then."""
+        if self.rng.random() < 0.8:
+            return []
+        return [SentMedium(self.rng.randbytes(16), self.rng.randbytes(self.rng.randint(1, 300)))]
+
     def _turn(self) -> None:
         """A request: what is stored is read, the answer is recorded, and its rows are handed over."""
         house, name = self.house, self.rng.choice(self._names)
         since = house.recorder.watch_deletions() if self.rng.random() < 0.5 else None
         n_begun, is_going = house.n_deletions, self._deletions(name)
         before = self._known(name) or self.rng.choice([(), *PREFIXES])
-        if self.rng.random() < 0.3:  # it is said otherwise
+        if self.rng.random() < 0.5:  # it is said otherwise
             before = before[: self.rng.randint(0, len(before))]
         prompt, reply = (*before, *self._tokens()), self._tokens()
         every = np.array(prompt + reply, np.int32)
@@ -163,12 +184,17 @@ class Client:
             agent=agent,
             workflow=None if agent is None else "work",
             since=since,
+            media=self._media(),
         )
         self._read_rows(turn.prompt)
         was_deleted = since is not None and any(
             gone == name and n >= n_begun for gone, n in house.deleted
         )
-        with self._told({("session", name): prompt + reply}, _NotRecorded):
+        told: dict[object, object] = {("session", name): prompt + reply}
+        kept = {("medium", medium_name(name, each.key)): each.file for each in turn.media}
+        with self._told(told | kept, _NotRecorded):
+            for deletion in house.deleting.get(name, ()):
+                deletion |= house.told.begin(dict.fromkeys(kept))
             recorded = done_without_loop(house.recorder.record(turn))
             if recorded != name and not house.disk.is_off:
                 assert since is not None, f"{name} was recorded as {recorded}"
@@ -176,6 +202,7 @@ class Client:
                 raise _NotRecorded
             assert not was_deleted or house.disk.is_off, f"{name} was recorded, but deleted before"
             house.n_steps += agent is not None
+            house.marks.say(name, reply)
         self._hand_over(every[:n_cached], name)
 
     def _prompt(self) -> None:
@@ -280,6 +307,9 @@ class Client:
         for response, values in house.told.possible("response").items():
             if any(isinstance(kept, tuple) and kept[0] == name for kept in values):
                 gone["response", response] = None
+        for medium in house.told.possible("medium"):
+            if medium.startswith(f"{name}/"):
+                gone["medium", medium] = None
         n_before = house.n_deletions
         house.n_deletions += 1
         self._handed.pop(name, None)
@@ -291,6 +321,8 @@ class Client:
             finally:
                 house.deleting[name].remove(made)
             house.deleted.append((name, n_before))
+            if name in self._own:
+                house.marks.delete(name)
         house.n_deletions += 1
 
     def _deletions(self, name: str) -> Callable[[], bool]:
@@ -324,7 +356,10 @@ class Client:
         said = own[before][1] if before else ()
         body = b'{"id": "%s", "output": [%s]}' % (name.encode(), items[1].body)
         kept, key = (session, (*said, *(item.name for item in items))), ("response", name)
-        is_going = self._deletions(session)
+        is_going, told = self._deletions(session), house.told
+        is_sure = None not in told.allowed(("session", session)) and (
+            not before or None not in told.allowed(("response", before))
+        )
         with self._told({key: kept}, _NotRecorded):
             for deletion in house.deleting.get(session, ()):
                 deletion |= house.told.begin({key: None})
@@ -338,7 +373,7 @@ class Client:
                 is_kept = False
             if not is_kept and not house.disk.is_off:
                 assert session == SHARED, f"{name} was not kept"
-                assert is_going(), f"{name} was not kept"
+                assert is_going() or not is_sure, f"{name} was not kept"
                 raise _NotRecorded
 
     def _forget(self) -> None:
@@ -411,7 +446,10 @@ class Client:
         for name, ids in self._handed.items():
             with house.store.hold(ids, SCOPE) as path:
                 plan = house.tiers.plan(path, 0)
+                nodes = path.match().nodes
             assert plan.n == len(ids), f"{name} has {plan.n} rows of {len(ids)}"
+            unwritten = [node.id for node in nodes if node.file is None and not node.removed]
+            assert not unwritten, f"{unwritten} of {name} have no file after a flush"
 
     def _give(self) -> None:
         """RAM is short."""

@@ -334,11 +334,14 @@ def calls_to(disk: SimulatedDisk) -> Iterator[None]:
         disk.close_left()
 
 
-def flip_bit(path: Path, rng: random.Random) -> None:
-    """Change one bit of a file."""
+def flip_bit(path: Path, rng: random.Random) -> bool:
+    """Change one bit of a file; returns whether it was a bit of something, not of the zeros between."""
     data = bytearray(path.read_bytes())
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    at = rng.randrange(len(data))
+    is_something = any(data[max(0, at - 16) : at + 16])
+    data[at] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
+    return is_something
 
 
 def discard(folder: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from towerd.store import FormatRequest, Node, Store
 from towerd.store.catalog.vocabularies import KeptVocabulary
 from towerd.store.sessions.conversations import ContextItem, ResponseContext
 from towerd.store.sessions.responses import NewResponse
+from towerd.store.sessions.turn import SessionInfo
 from towerd.tiers.ranking import Ranking
 from towerd.tokens import Ids
 
@@ -52,16 +53,19 @@ class Acknowledged:
     """Paths whose last node has rows in a file."""
     responses: dict[str, tuple[str, Items]] = field(default_factory=dict)
     """The session of each response, and the items up to its own."""
+    media: dict[str, bytes | None] = field(default_factory=dict)
+    """The files of the sessions' media; None: damaged."""
 
     def said(self) -> tuple[object, ...]:
         """Everything but rows, which may be lost to damage."""
-        return self.sessions, self.titles, self.pins, self.bases, self.responses
+        return self.sessions, self.titles, self.pins, self.bases, self.responses, self.media
 
     def each(self) -> dict[object, object]:
         """The same, each for itself."""
         every: dict[object, object] = {("pin", ids): True for ids in self.pins}
         every |= {("session", id): ids for id, ids in self.sessions.items()}
         every |= {("title", id): title for id, title in self.titles.items()}
+        every |= {("medium", name): file or "damaged" for name, file in self.media.items()}
         every |= {("response", id): kept for id, kept in self.responses.items()}
         return every | {("base", name): ids for name, ids in self.bases.items()}
 
@@ -82,6 +86,8 @@ class Simulation:
         self.flushed: list[Acknowledged] | None = None
         """What was acknowledged since the last flush, that first; the journal alone has one of them."""
         self.is_flipped = False
+        self.flipped = ""
+        """The file in which a bit has just flipped."""
         self.is_torn = False
         """A lost catalog is to be rebuilt from a journal whose end a power cut has torn."""
         self.has_lost_turns = False
@@ -124,7 +130,9 @@ class Simulation:
         if segments and self.rng.random() < 0.15:
             self.is_flipped = True
             self.operations.append("a bit flips in a segment file")
-            flip_bit(self.rng.choice(segments), self.rng)
+            path = self.rng.choice(segments)
+            if flip_bit(path, self.rng):
+                self.flipped = path.name
         elif self.flushed is not None and self.rng.random() < 0.3:
             self.operations.append("the catalog is lost")
             self.is_torn |= is_cut
@@ -409,7 +417,15 @@ class Simulation:
 
     # --- what it must have ----------------------------------------------------------------
 
+    def _check_named(self, store: Store) -> None:
+        """The file in which a bit has flipped is named by `verify`, unless it was refused already."""
+        if self.flipped in {file.path.name for file in store.files()}:
+            problems = store.verify().problems
+            assert any(self.flipped in each for each in problems), f"{self.flipped}: {problems}"
+        self.flipped = ""
+
     def _check(self, store: Store) -> None:
+        self._check_named(store)
         if self.is_torn:
             self.has_lost_turns = True
             _delete_lost(store)
@@ -489,7 +505,21 @@ def found_in(store: Store) -> Acknowledged:
         {base.name: path_ids(store.node(base.node)) for base in store.bases.listing()},
         {path_ids(node) for node in store.nodes() if node.file is not None},
         dict(_responses(store)),
+        dict(_media(store, infos)),
     )
+
+
+def medium_name(session: str, key: bytes) -> str:
+    """The name of a session's medium."""
+    return f"{session}/{key.hex()}"
+
+
+def _media(store: Store, infos: Iterable[SessionInfo]) -> Iterator[tuple[str, bytes | None]]:
+    for info in infos:
+        row = store.media.session(info.id, info.scope)
+        assert row is not None, f"{info.id} is listed and has no row"
+        for key in sorted(store.media.keys(row)):
+            yield medium_name(info.id, key), store.media.file(row, key)
 
 
 def _responses(store: Store) -> Iterator[tuple[str, tuple[str, Items]]]:

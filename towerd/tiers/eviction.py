@@ -99,7 +99,7 @@ class Evictor:
         """Returns the bytes of what was deleted."""
         freed = 0
         for file in self._ranking.warm_victims(excess, may_drop):
-            if self._store.rows.drop_file(file):
+            if self._store.rows.drop_file(file, may=may_drop):  # it may be pinned by now
                 self._counters.warm_evicted += 1
                 freed += file.nbytes
         return freed

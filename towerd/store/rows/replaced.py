@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from towerd.errors import StoreError
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.state.state import StoreState
+
+FileTest: TypeAlias = Callable[[SegmentFile], bool]
+"""Whether a file may go."""
 
 
 class ReplacedFiles:

@@ -20,7 +20,7 @@ from towerd.store.files.writes import Kind
 from towerd.store.rows.drafting import as_split, consecutive, covered, draft_of, merge_runs
 from towerd.store.rows.format_request import FormatRequest, format_of
 from towerd.store.rows.recoding import UnfinishedCodings, carried_runs, encoded_run
-from towerd.store.rows.replaced import ReplacedFiles
+from towerd.store.rows.replaced import FileTest, ReplacedFiles
 from towerd.store.rows.rows_part import RowsPart
 from towerd.store.rows.uncatalogue import uncatalogue, uncatalogue_forgotten
 from towerd.store.segments.coded_format import coding_of, is_coded
@@ -439,12 +439,14 @@ class RowStore:
             self.write_draft(draft, targets, "reencoded")
         self.drop_file(file, set_aside=True)
 
-    def drop_file(self, file: SegmentFile, *, set_aside: bool = False) -> int:
-        """Forget a file: its nodes keep their tokens only. Deletes it, or moves it into
-        quarantine; returns the bytes it had. Nothing happens if it is gone already."""
+    def drop_file(
+        self, file: SegmentFile, *, set_aside: bool = False, may: FileTest | None = None
+    ) -> int:
+        """Forget a file: its nodes keep their tokens only. Deletes it, or moves it into quarantine; returns the
+        bytes it had. Nothing happens if it is gone already, or `may` says no under the lock."""
         state = self._state
         with state.locked():
-            if file.dropped:
+            if file.dropped or (may is not None and not may(file)):
                 return 0
             try:
                 uncatalogue(state.catalog, file.id)
