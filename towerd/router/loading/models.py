@@ -108,6 +108,7 @@ class Models:
         """Who looks for room; fair."""
         self._replacing = asyncio.Lock()
         self._changed = asyncio.Event()
+        """Set at the next change, and then another one: whoever waits takes it before looking."""
         self._is_closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._last: RoutedModel | None = None
@@ -150,7 +151,7 @@ class Models:
                 await asyncio.shield(self._loading(model))
         finally:
             model.n_waiting -= 1
-            self._changed.set()
+            self._tell()
         if model.silent:
             raise model.unanswered()
         assert model.process is not None
@@ -164,7 +165,7 @@ class Models:
         model.n_running -= 1
         if is_use:
             model.last_used_s = time.monotonic()
-        self._changed.set()
+        self._tell()
         self._watch_idle(model)
 
     def _watch_idle(self, model: RoutedModel) -> None:
@@ -226,7 +227,7 @@ class Models:
         model.loading = None
         if not task.cancelled():
             task.exception()  # mark as retrieved: all who waited may have left
-        self._changed.set()
+        self._tell()
 
     async def _load(self, model: RoutedModel) -> None:
         candidate = LoadCandidate(model, self._make)
@@ -321,7 +322,7 @@ class Models:
         await self._measure()
         try:
             while model.n_waiting and not self._is_closing and not model.is_gone:
-                self._changed.clear()
+                changed = self._changed
                 others = [each for each in self.by_name.values() if each.is_running]
                 if model not in others:
                     occupants = [each.occupies(beside=model) for each in others]
@@ -338,7 +339,7 @@ class Models:
                         self.begin_unload(self.by_name[name])
                     if time.monotonic() >= deadline_s:
                         self._let_yield(model, others)
-                await self._wait_for_change(deadline_s)
+                await _wait_for(changed, deadline_s)
             self._check_open()
             return False
         finally:
@@ -359,12 +360,10 @@ class Models:
         for name in self.room.verdict(model.need_bytes, idle).stop:
             self.by_name[name].is_yielding = True
 
-    async def _wait_for_change(self, deadline_s: float) -> None:
-        wait_s = deadline_s - time.monotonic()
-        try:
-            await asyncio.wait_for(self._changed.wait(), wait_s if wait_s > 0 else None)
-        except TimeoutError:
-            return
+    def _tell(self) -> None:
+        """Have those look again that wait for a change."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     # ---- unloading --------------------------------------------------------------------------
 
@@ -388,10 +387,9 @@ class Models:
         deadline_s = time.monotonic() + STOP_S_MAX
         requests_until_s = deadline_s - WRITE_S
         while model.n_running and process.exit_code is None and not self._is_closing:
-            self._changed.clear()
             if time.monotonic() >= requests_until_s:
                 break
-            await self._wait_for_change(requests_until_s)
+            await _wait_for(self._changed, requests_until_s)
         await process.stop(deadline_s)
 
     def keep_alive(self, model: RoutedModel, seconds: float) -> None:
@@ -417,7 +415,7 @@ class Models:
     def _unloaded(self, model: RoutedModel, code: int) -> None:
         model.state, model.process, model.exit_code = State.UNLOADED, None, code
         self.events.has_ended(model.name, code)
-        self._changed.set()
+        self._tell()
 
     # ---- all of them ------------------------------------------------------------------------
 
@@ -435,7 +433,7 @@ class Models:
                 else:
                     continue
                 old.append(each)
-            self._changed.set()
+            self._tell()
             await asyncio.gather(*(self._unload_old(each) for each in old))
             self.by_name = {name: self.by_name.get(name, each) for name, each in found.items()}
             if self._last is not None and self._last.is_gone:
@@ -457,7 +455,7 @@ class Models:
     async def close(self) -> None:
         """Refuse new requests, let the running ones end, and unload all."""
         self._is_closing = True
-        self._changed.set()
+        self._tell()
         for model in self.by_name.values():
             self.begin_unload(model)
         while self._tasks:
@@ -482,6 +480,15 @@ class Models:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _wait_for(changed: asyncio.Event, deadline_s: float) -> None:
+    """Wait for a change, until a deadline that has not passed."""
+    wait_s = deadline_s - time.monotonic()
+    try:
+        await asyncio.wait_for(changed.wait(), wait_s if wait_s > 0 else None)
+    except TimeoutError:
+        return
 
 
 async def _watch_silence(model: RoutedModel, process: ModelProcess) -> None:
