@@ -186,7 +186,7 @@ def test_a_reply_that_breaks_off(attached: Daemon, upstream: Upstream, head: byt
     def is_told() -> bool:
         """Whether the server was there, and its end is told in an event."""
         *_, last = ask(attached).text.strip().split("\n\n")
-        return "llama-server ended" in last and last.startswith(":data: ")
+        return "llama-server ended" in last and last.startswith("data: ")
 
     until(is_told)
     until(lambda: ask(attached, path="/health").status_code == 200)
