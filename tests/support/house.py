@@ -244,6 +244,8 @@ class House:
         )
         store.writes.budget = self.rng.choice((0, 0, 400_000))
         store.disk.bytes_max = self.rng.choice((0, 0, 0, 600_000))
+        if store.disk.bytes_max:  # the oldest leave for it
+            self.told.begin({("medium", each): None for each in self.told.possible("medium")})
         self.has_room = max(store.writes.budget, store.disk.bytes_max) == 0 and (
             self.warm_bytes == NO_LIMIT
         )

@@ -192,6 +192,7 @@ class Client:
         )
         told: dict[object, object] = {("session", name): prompt + reply}
         kept = {("medium", medium_name(name, each.key)): each.file for each in turn.media}
+        n_refused = house.disk.n_refused
         with self._told(told | kept, _NotRecorded):
             for deletion in house.deleting.get(name, ()):
                 deletion |= house.told.begin(dict.fromkeys(kept))
@@ -201,6 +202,10 @@ class Client:
                 assert is_going(), f"{name} was not recorded"
                 raise _NotRecorded
             assert not was_deleted or house.disk.is_off, f"{name} was recorded, but deleted before"
+            if house.store.disk.bytes_max or house.disk.n_refused > n_refused:
+                house.told.begin(
+                    dict.fromkeys(kept)
+                )  # a turn does without them where there is no room
             house.n_steps += agent is not None
             house.marks.say(name, reply)
         self._hand_over(every[:n_cached], name)
