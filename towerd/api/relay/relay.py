@@ -20,6 +20,7 @@ COPY_BYTES_MAX = 256 * 1024
 """Bytes of a reply that are copied in one step of the event loop."""
 LINE_BYTES_MAX = 1 << 20
 """A line that is longer is passed on as it arrives."""
+_BLANK_LINE_BYTES = 3
 _SLOT = re.compile(rb'(?<=[{,])"id_slot":(-?\d+)')
 _SLOT_BYTES_MAX = 32
 
@@ -58,7 +59,7 @@ class LineEnds:
     def __init__(self) -> None:
         self.is_within_event = False
         """Whether what was sent ends within an event."""
-        self._held = b""
+        self._held = self._sent = b""
 
     def feed(self, chunk: bytes) -> bytes:
         """What can be sent of the bytes so far."""
@@ -70,7 +71,8 @@ class LineEnds:
             cut = len(data)
         self._held, passed = data[cut:], data[:cut]
         if passed:
-            self.is_within_event = not passed.endswith((b"\n\n", b"\r\n\r\n"))
+            self._sent = (self._sent + passed[-_BLANK_LINE_BYTES:])[-_BLANK_LINE_BYTES:]
+            self.is_within_event = not self._sent.endswith((b"\n\n", b"\n\r\n"))
         return passed
 
     def rest(self) -> bytes:
