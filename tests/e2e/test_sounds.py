@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ def test_a_sound_is_heard_once(make_daemon: MakeDaemon, tmp_path: Path) -> None:
             assert texts[0] != texts[2]
             ids = daemon.session_ids(session)
             assert sum(id < 0 for id in ids) == TOKENS_A_SOUND
+            path = f"/towerd/v1/sessions/{session}"
+            (key,) = daemon.get(path + "/chat")["media"]
+            kept = requests.get(f"{daemon.url}{path}/media/{key}", timeout=30)
+            assert kept.headers["Content-Type"] == "audio/wav"
+            assert base64.b64encode(kept.content).decode() == sound(seed)
             wanted, got = (
                 requests.get(url + "/props", timeout=30).json() for url in (alone.url, daemon.url)
             )

@@ -60,7 +60,7 @@ class Scheduler:
         self.error: BaseException | None = None
         """Why all threads end: PowerLost, or a failure."""
         self.is_over = False
-        """All other threads have ended: locks exclude nobody any more."""
+        """All other threads have ended: locks exclude no thread any more."""
         self.was_finished = False
         """They ended by themselves."""
         self.numbers = count(1)

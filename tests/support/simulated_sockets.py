@@ -11,6 +11,7 @@ import errno
 import os
 import random
 import socket
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeAlias
 
@@ -329,7 +330,7 @@ class SimulatedServer(asyncio.AbstractServer):
         """It does from the start."""
 
     async def serve_forever(self) -> None:
-        """Serve until it is closed. Never used by what runs here."""
+        """Serve until it is closed: a server has to have it, though none here is served so."""
         await self._loop.create_future()
 
     async def wait_closed(self) -> None:
@@ -348,13 +349,13 @@ class SimulatedNetwork(asyncio.AbstractEventLoop):
         """How many have arrived."""
         self._n_ports = 40_000
 
+    @abstractmethod
     def owner(self) -> SocketOwner | None:
         """The simulated process that makes a socket now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def chance(self, label: str) -> random.Random:
         """See `SimulatedLoop`."""
-        raise NotImplementedError
 
     def pair(
         self, a: SimulatedSocket, b: SimulatedSocket, owner: SocketOwner | None

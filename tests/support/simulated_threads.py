@@ -56,7 +56,7 @@ class SimulatedLock:
             self._scheduler.point()
 
     def let_go(self) -> int:
-        """Release it, and have nobody else run yet; returns how often it was taken."""
+        """Release it without letting another thread run yet; returns how often it was taken."""
         if not self._is_taken and self._scheduler.error is None:
             raise RuntimeError("release unlocked lock")
         self._is_taken = False

@@ -1,11 +1,11 @@
-"""KeepAlive: how long a model stays loaded behind the requests that generate with it, as the last of them said."""
+"""KeepAlive: how long a model stays loaded after the requests that generate with it, as the last of them said."""
 
 from __future__ import annotations
 
 from aiohttp import web
 
 STAYS: web.RequestKey[float | None] = web.RequestKey("stays")
-"""Seconds for which a request wants the model to stay loaded behind it; absent or None: it says nothing."""
+"""Seconds for which a request wants the model to stay loaded after it; absent or None: it says nothing."""
 _PATHS = frozenset(
     "/completion /completions /v1/completions /chat/completions /v1/chat/completions /infill "
     "/responses /v1/responses /v1/messages /audio/transcriptions /v1/audio/transcriptions "

@@ -1,13 +1,13 @@
 """DailyWrites: how many bytes were written to a store today, and whether a daily budget allows more.
 
 The count is kept in a small file of the store, which its processes share and which outlives them: a
-restart, or `kill -9`, gives nobody a new budget. It is not synced, since a power cut may cost a day's
+restart, or `kill -9`, brings no new budget. It is not synced, since a power cut may cost a day's
 count, but never the store.
 
     magic | day | bytes of each kind | checksum
 
-Nobody waits for another process to count, which may have been stopped while it did: what cannot be added
-at once is added with the next count.
+A process that is stopped while it counts holds up no other: what cannot be added at once is added with the
+next count.
 
 Tokens are never refused: what a budget limits is rows, which can be evaluated again. They leave a part
 of it to the catalog, which is written with every turn.
