@@ -22,7 +22,7 @@ from towerd.router.loading.room import Room
 from towerd.settings.model_tables import ModelTable
 from towerd.store.catalog.shared.broker import CatalogConnection
 
-STOP_S, WRITE_S = 3.0, 1.0
+STOP_S, WRITE_S = 6.0, 3.0
 DEAF = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(sys.argv[1]).write_text(str(time.monotonic())))
