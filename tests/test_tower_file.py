@@ -30,7 +30,7 @@ from towerd.search.speech import messages
 from towerd.store import History
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.vocabularies import KeptVocabulary, some_words
-from towerd.store.sessions.history import NamedBase, PastTurn
+from towerd.store.sessions.history import MEDIA_MAX, NamedBase, PastTurn, media_keys
 from towerd.store.sessions.media import FILE_BYTES_MAX
 from towerd.tokens import Ids
 from towerd.tower_file import (
@@ -291,6 +291,16 @@ def test_media_are_carried(vocabulary: GgufVocabulary) -> None:
     assert write(replace(file, media=()))[4] == 2
 
 
+def test_of_very_many_media_the_first_are_carried() -> None:
+    """A reader takes no longer for what a writer would not have carried."""
+    n = 2 * MEDIA_MAX
+    stream = np.arange(-(1 << 31), -(1 << 31) + n, dtype=np.int32)
+    turn = PastTurn(None, 0, 0, n, 0, 0, 1.0, 1.0, True)
+    keys = media_keys(replace(history_of((turn,)), leaf=0, stream=stream))
+    assert len(keys) == MEDIA_MAX
+    assert carried((int(stream[0]),), PNG).key in keys
+
+
 def test_damaged_media_are_left_out(vocabulary: GgufVocabulary) -> None:
     """Whichever byte of them is another, and wherever the file is cut: its session is whole."""
     file = seen(vocabulary)
@@ -321,7 +331,7 @@ def test_damaged_media_are_left_out(vocabulary: GgufVocabulary) -> None:
         {"key": bytes(16)},
         {"n_bytes": 0},
         {"n_bytes": FILE_BYTES_MAX + 1},
-        {"ordinal": 1 << 16},
+        {"ordinal": 1 << 14},
         {"digest": hashlib.blake2b(JPEG, digest_size=16).digest()},
     ],
 )

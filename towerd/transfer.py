@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from towerd.codec.errors import CodecError
@@ -22,7 +23,7 @@ from towerd.store import History, SessionInfo, Store
 from towerd.store.catalog.vocabularies import KeptVocabulary, KnownWords
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.sessions.frozen import FrozenSession
-from towerd.store.sessions.history import media_keys
+from towerd.store.sessions.history import MEDIA_MAX, media_keys
 from towerd.store.sessions.media import KeptMedium, SentMedium
 from towerd.store.tree.scope import is_public, public_of
 
@@ -60,7 +61,7 @@ class Export:
     n_media: int = 0
     """Pictures and sounds that are made of these files."""
     n_left_out: int = 0
-    """Those that are damaged here."""
+    """Those that are damaged here, or more than a file carries."""
 
     @property
     def n_bytes(self) -> int:
@@ -75,26 +76,30 @@ def export_session(
     Raises NotFound, InvalidRequest (several tenants have a session with this id), ThawError or
     TowerFileError."""
     history = session_history(store, model, id, scope)
-    info = store.session(id, scope)
-    media = _media_of(store, info, media_keys(history)) if with_media else []
-    return _exported(store, media, lambda carried: session_file(store, model, history, carried))
+    media = kept_media(store, store.session(id, scope)) if with_media else []
+    keys = media_keys(history) if media else set()
+    write = partial(session_file, store, model, history)
+    return _exported(store, media, keys, write)
 
 
-def _media_of(store: Store, info: SessionInfo, keys: set[bytes] | None) -> list[KeptMedium]:
-    """The media of a session whose files are kept. keys: of those that its turns have; None: not known."""
+def kept_media(store: Store, info: SessionInfo) -> list[KeptMedium]:
+    """The media of a session whose files are kept."""
     row = store.media.session(info.id, info.scope, info.tokenizer)
-    entries = [] if row is None else store.media.entries(row)
-    return [each for each in entries if keys is None or each.key in keys]
+    return [] if row is None else store.media.entries(row)
 
 
 def _exported(
     store: Store,
     media: Sequence[KeptMedium],
+    keys: set[bytes] | None,
     write: Callable[[tuple[CarriedMedium, ...]], bytes],
 ) -> Export:
-    """write: makes the file that says which media it carries"""
+    """keys: of the media that the session's turns have; None: not known. write: makes the file that says which media it
+    carries"""
     from towerd.tower_file import CarriedMedium
 
+    n_all = len(media)
+    media = [each for each in media if keys is None or each.key in keys][:MEDIA_MAX]
     files: dict[bytes, KeptMedium | None] = {}
     for each in media:
         if files.get(each.digest) is None:
@@ -102,7 +107,7 @@ def _exported(
     whole = [each for each in media if files[each.digest] is not None]
     carried = tuple(CarriedMedium(e.key, e.ordinal, e.digest, e.n_bytes) for e in whole)
     found = tuple(each for each in files.values() if each is not None)
-    return Export(write(carried), found, len(whole), len(media) - len(whole))
+    return Export(write(carried), found, len(whole), n_all - len(whole))
 
 
 def session_history(store: Store, model: SessionModel, id: str, scope: str | None) -> History:
@@ -170,10 +175,10 @@ def export_foreign(
     except SessionFrozen:
         frozen, _ = store.foreign.frozen(*which)
         file = _frozen_file(store, frozen, source, words.vocabulary)
-    if file.written is None:
+    media = kept_media(store, info) if with_media else []
+    if media and file.written is None:
         keys = media_keys(file.history)
-    media = _media_of(store, info, keys) if with_media else []
-    return _exported(store, media, lambda carried: write(replace(file, media=carried)))
+    return _exported(store, media, keys, lambda carried: write(replace(file, media=carried)))
 
 
 def _source(store: Store, digest: bytes, words: KnownWords) -> Source:

@@ -69,12 +69,12 @@ def export(
     if as_json:
         echo_json({"session": session, "file": str(path), "bytes": len(data), "media": media})
         return
-    n, n_damaged = media.get("carried", 0), media.get("left_out", 0)
+    n, n_left = media.get("carried", 0), media.get("left_out", 0)
     carried = f", with {_media(n)}" if n else ""
     click.echo(f"Wrote {path} ({size(len(data))}{carried}); towerctl import reads it.")
-    if n_damaged:
+    if n_left:
         click.echo(
-            f"Left out {_media(n_damaged)}, damaged here: towerctl verify --repair sets the files aside."
+            f"Left out {_media(n_left)}: damaged here, which towerctl verify tells, or more than a file carries."
         )
 
 

@@ -422,7 +422,7 @@ def test_a_chat_is_imported_without_what_its_file_lost(
             if path.read_bytes() == pictures[1]:
                 path.write_bytes(bytes(len(pictures[1])))
         said = run_towerctl(home, "export", "seen", "--force", "-o", str(file)).stdout
-        assert "Left out 1 picture or sound, damaged here" in said
+        assert "Left out 1 picture or sound: damaged here" in said
     file.write_bytes(whole.read_bytes()[:-1] + b"\0")
     for name, more, told, kept in (
         ("damaged", (), "Left out 1 picture or sound, damaged in the file", [pictures[0], None]),

@@ -15,13 +15,14 @@ from towerd.api.http.fields import integer_query
 from towerd.api.http.keys import CONFIG, TENANT, TRANSFER, service_of
 from towerd.api.http.reply import json_reply
 from towerd.store import Store
-from towerd.transfer import Export, export_foreign, export_session, import_session
+from towerd.store.sessions.foreign import ForeignSession
+from towerd.transfer import Export, export_foreign, export_session, import_session, kept_media
 
 log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 16
 MEDIA_HEADER = "X-Towerd-Media"
-"""Of an export: how many pictures and sounds it carries, and how many are left out, since they are damaged here."""
+"""Of an export: how many pictures and sounds it carries, and how many are left out."""
 
 
 async def get_export(request: web.Request) -> web.StreamResponse:
@@ -35,11 +36,19 @@ async def get_export(request: web.Request) -> web.StreamResponse:
         return export_session(store, coding.model(), id, found.scope, with_media=with_media)
 
     work = in_either(request, own, partial(export_foreign, store, with_media=with_media))
+    if with_media:
+        await _claim(request, store)
     export = await request.app[TRANSFER].run(work)
-    if export.files:
-        largest = max(each.n_bytes for each in export.files)
-        await request.app[BODIES].claim_reply(request, 2 * largest, 0)
     return await _sent(request, store, export)
+
+
+async def _claim(request: web.Request, store: Store) -> None:
+    """Claim RAM for one picture or sound at a time."""
+    found = await asyncio.to_thread(in_either(request, store.session, store.foreign.session))
+    info = found.info if isinstance(found, ForeignSession) else found
+    media = await asyncio.to_thread(kept_media, store, info)
+    largest = max((each.n_bytes for each in media), default=0)
+    await request.app[BODIES].claim_reply(request, 2 * largest, 0)
 
 
 async def _sent(request: web.Request, store: Store, export: Export) -> web.StreamResponse:

@@ -25,8 +25,8 @@ from towerd.store.tree.node import Node
 from towerd.store.tree.scope import public_of
 from towerd.tokens import ID_BYTES, Ids, common_prefix, ids_array
 
-MEDIA_MAX = 1 << 16
-"""Of a history that is exported with them."""
+MEDIA_MAX = 1 << 14
+"""Maximum number of media that a history is exported with; the store's lock is held while they are entered."""
 _TURN = (
     "id",
     "parent",
@@ -293,7 +293,7 @@ class _KnownTurns:
 
 
 def media_keys(history: History) -> set[bytes]:
-    """The names of the pictures and sounds among a history's tokens; none where they are more than MEDIA_MAX."""
+    """The names of the pictures and sounds among a history's tokens, of MEDIA_MAX of them at least."""
     found: set[bytes] = set()
     for place, turn in enumerate(history.turns):
         start = history.starts[place]
@@ -302,11 +302,11 @@ def media_keys(history: History) -> set[bytes]:
         ids = history.ids(place)
         behind_text = np.flatnonzero(ids[: turn.n_shared] >= 0)[-1:]  # what is before is known
         ids = ids[int(behind_text[0]) + 1 if len(behind_text) else 0 :]
-        if np.count_nonzero(starts_of(ids)) > MEDIA_MAX:
-            return set()
+        starts = np.flatnonzero(starts_of(ids))
+        ids = ids[: starts[MEDIA_MAX]] if len(starts) > MEDIA_MAX else ids
         found |= {medium_key(ids[start:end]) for start, end in spans_of(ids)}
         if len(found) > MEDIA_MAX:
-            return set()
+            break
     return found
 
 
