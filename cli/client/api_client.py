@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -496,7 +497,8 @@ class ApiClient:
                 self._connection.timeout = TIMEOUT_S
                 self._connection.connect()
             self._connection.sock.settimeout(timeout_s)
-            self._connection.request(method, target, data, self._headers)
+            with suppress(BrokenPipeError, ConnectionResetError):  # it may have answered before
+                self._connection.request(method, target, data, self._headers)
             return self._connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()

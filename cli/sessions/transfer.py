@@ -146,7 +146,8 @@ def import_(
                 found = backend.import_session(data, scope)
             except TowerdError as error:
                 without = "" if no_media else _without_media(error)
-                raise TowerdError(f"{path}: {error.message}{without}") from error
+                message = error.message.rstrip(".") if without else error.message
+                raise TowerdError(f"{path}: {message}{without}") from error
             imported.append({"file": str(path), **found})
             lines.advance(task)
             if not as_json:
@@ -247,7 +248,7 @@ def _without_media(error: TowerdError) -> str:
     too_large = (
         isinstance(error, RemoteError) and error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     )
-    return "; import it with --no-media, or raise --request-bytes-max" if too_large else ""
+    return ": import it with --no-media, or raise --request-bytes-max." if too_large else ""
 
 
 def _media(n: int) -> str:

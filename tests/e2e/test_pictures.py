@@ -440,6 +440,20 @@ def test_a_chat_is_imported_without_what_its_file_lost(
                 assert seen_files(daemon) == pictures
 
 
+def test_a_file_that_is_too_large_says_what_to_do(make_daemon: MakeDaemon, tmp_path: Path) -> None:
+    """The refusal comes before all of it is sent."""
+    file = tmp_path / "seen.tower"
+    with make_daemon("--request-bytes-max", "4096") as daemon:
+        body = {"prompt": "Once", "n_predict": 4}
+        daemon.post("/completion", body, headers={"X-Towerd-Session": "seen"})
+        run_towerctl(daemon, "export", "seen", "-o", str(file)).check_returncode()
+        file.write_bytes(file.read_bytes() + bytes(4 << 20))
+        done = run_towerctl(daemon, "import", str(file))
+        assert "4096 bytes: import it with --no-media, or raise --request-bytes-max." in done.stderr
+        done = run_towerctl(daemon, "import", "--no-media", str(file))
+        assert done.stdout == "Session seen is here already; nothing was changed.\n"
+
+
 def test_what_is_kept_is_the_clients_to_say(
     make_daemon: MakeDaemon, flags: tuple[str, ...]
 ) -> None:
