@@ -218,7 +218,8 @@ def _said(found: Json) -> str:
             "it is read as text here."
         )
     if not added:
-        return f"Session {session['id']} is here already; nothing was changed."
+        what = ", with all its turns" if found["media"]["kept"] else "; nothing was changed"
+        return f"Session {session['id']} is here already{what}."
     line = f"Imported {_count(added, 'turn')} of session {session['id']}"
     missing: list[Any] = [clean(base["name"]) for base in found["bases"] if not base["here"]]
     if missing:

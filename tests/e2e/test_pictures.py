@@ -13,6 +13,7 @@ import pytest
 import requests
 from daemon import Daemon, reuse_of, run_towerctl, run_towerd, wait_until_written
 from pictures import N_PREDICT, Said, answered, counts, look_at, say
+from sharing import Place, shared
 
 from lab.models.vision import TOKENS_AN_IMAGE, make_projector, picture
 from towerd.cli.bench.harness.servers import llama_server
@@ -438,6 +439,28 @@ def test_a_chat_is_imported_without_what_its_file_lost(
             if name == "damaged":
                 run_towerctl(daemon, "import", str(whole)).check_returncode()
                 assert seen_files(daemon) == pictures
+
+
+def test_a_pulled_chat_continues_from_its_rows(
+    make_daemon: MakeDaemon, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The shared tier has no pictures: a file brings them, also where the chat is already."""
+    place, file = Place(f"file://{tmp_path}/bucket"), tmp_path / "seen.tower"
+    home = make_daemon(*flags, *place.flags(), name="home")
+    away = make_daemon(*flags, *place.flags(home.store_dir / "shared.key"), name="away")
+    with home, away:
+        body = {"messages": [look_at(1)], "temperature": 0, "max_tokens": N_PREDICT}
+        home.post("/v1/chat/completions", body, headers={"X-Towerd-Session": "seen"})
+        wait_until_written(home)
+        shared(home, "push", "seen")
+        assert shared(away, "pull", "seen")["rows"] > TOKENS_AN_IMAGE
+        assert seen_files(away) == [None]
+        run_towerctl(home, "export", "seen", "-o", str(file)).check_returncode()
+        asked = {"message": {"role": "user", "content": "And?"}, "max_tokens": 4}
+        away.post("/towerd/v1/sessions/seen/chat", asked)
+        assert counts(away) == (0, 0)
+        assert "Kept 1 picture or sound." in run_towerctl(away, "import", str(file)).stdout
+        assert seen_files(away) == [base64.b64decode(picture(1))]
 
 
 def test_a_file_that_is_too_large_says_what_to_do(make_daemon: MakeDaemon, tmp_path: Path) -> None:
