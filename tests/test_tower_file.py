@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,11 +30,13 @@ from towerd.search.speech import messages
 from towerd.store import History
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.vocabularies import KeptVocabulary, some_words
-from towerd.store.sessions.history import NamedBase, PastTurn
+from towerd.store.sessions.history import MEDIA_MAX, NamedBase, PastTurn, media_keys
+from towerd.store.sessions.media import FILE_BYTES_MAX
 from towerd.tokens import Ids
 from towerd.tower_file import (
     COMPRESSED_BYTES_MAX,
     TURNS_MAX,
+    CarriedMedium,
     Source,
     TowerFile,
     TowerFileError,
@@ -42,6 +45,7 @@ from towerd.tower_file import (
     put_words,
     read,
     read_compressed,
+    without_media,
     write,
 )
 
@@ -137,6 +141,7 @@ def test_files_of_earlier_releases(vocabulary: GgufVocabulary, path: Path) -> No
         with pytest.raises(TowerFileError, match="version 1, which holds no words"):
             found.text()
     else:
+        assert len(found.sent()) == (path.stem == "version-3")
         ids = expected.ids(expected.leaf)
         assert found.text().replace("<__media__>", "") == text_of(ids, vocabulary)
         assert found.text().count("<__media__>") == 1
@@ -246,6 +251,101 @@ def test_any_history(pack: Pack, shapes: list[tuple[int, int, int, int, bool]], 
         assert whole[: turn.n_shared].tolist() == found.ids(turn.origin)[: turn.n_shared].tolist()
 
 
+def seen(vocabulary: GgufVocabulary) -> TowerFile:
+    """The file of a session with pictures: one, and two of one file, of which the last begins in what a turn shares with
+    another one."""
+    stream = history_of().stream.copy()
+    stream[10:15] = *PICTURE, *OTHERS
+    stream[36:38], stream[40] = CUT[:2], CUT[2]
+    history = replace(history_of(), stream=stream)
+    media = (
+        carried(PICTURE, PNG),
+        carried(OTHERS, JPEG),
+        replace(carried(CUT, JPEG), ordinal=1),
+    )
+    return replace(file_of(history, vocabulary), media=media)
+
+
+PICTURE, OTHERS, CUT = (-(1 << 31), -5, -6), (-(1 << 31) + 1, -8), (-(1 << 31), -9, -10)
+PNG, JPEG = b"\x89PNG" * 50, b"\xff\xd8\xff" * 30
+
+
+def carried(ids: tuple[int, ...], file: bytes) -> CarriedMedium:
+    key = hashlib.blake2b(struct.pack(f"<{len(ids)}i", *ids), digest_size=16).digest()
+    digest = hashlib.blake2b(file, digest_size=16).digest()
+    return CarriedMedium(key, 0, digest, len(file))
+
+
+def test_media_are_carried(vocabulary: GgufVocabulary) -> None:
+    """Behind their session, each file once; without them a file is as before."""
+    file = seen(vocabulary)
+    session = write(file)
+    assert session[4] == 3
+    found = read(session + PNG + JPEG)
+    assert_same(found.history, file.history)
+    assert found.media == file.media
+    sent = [(each.key, each.file, each.ordinal) for each in found.sent()]
+    a, b, c = (each.key for each in file.media)
+    assert sent == [(a, PNG, 0), (b, JPEG, 0), (c, JPEG, 1)]
+    assert without_media(session + PNG + JPEG) == session
+    assert write(replace(file, media=()))[4] == 2
+
+
+def test_of_very_many_media_the_first_are_carried() -> None:
+    """A reader takes no longer for what a writer would not have carried."""
+    n = 2 * MEDIA_MAX
+    stream = np.arange(-(1 << 31), -(1 << 31) + n, dtype=np.int32)
+    turn = PastTurn(None, 0, 0, n, 0, 0, 1.0, 1.0, True)
+    keys = media_keys(replace(history_of((turn,)), leaf=0, stream=stream))
+    assert len(keys) == MEDIA_MAX
+    assert carried((int(stream[0]),), PNG).key in keys
+
+
+def test_damaged_media_are_left_out(vocabulary: GgufVocabulary) -> None:
+    """Whichever byte of them is another, and wherever the file is cut: its session is whole."""
+    file = seen(vocabulary)
+    session, n_here = write(file), set()
+    for at in range(len(PNG + JPEG)):
+        bad = bytearray(PNG + JPEG)
+        bad[at] ^= 1
+        found = read(session + bad)
+        assert [each.file for each in found.sent()] == ([JPEG, JPEG] if at < len(PNG) else [PNG])
+        cut = read(session + (PNG + JPEG)[:at])
+        assert_same(cut.history, file.history)
+        n_here.add(len(cut.sent()))
+    assert n_here == {0, 1}
+    for at in range(len(session)):
+        bad = bytearray(session + PNG + JPEG)
+        bad[at] ^= 1
+        with pytest.raises(TowerFileError):
+            read(bytes(bad))
+        with pytest.raises(TowerFileError):
+            read(session[:at])
+    with pytest.raises(TowerFileError, match="have 290 bytes, and 291 are here"):
+        read(session + PNG + JPEG + b"x")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": bytes(16)},
+        {"n_bytes": 0},
+        {"n_bytes": FILE_BYTES_MAX + 1},
+        {"ordinal": 1 << 14},
+        {"digest": hashlib.blake2b(JPEG, digest_size=16).digest()},
+    ],
+)
+def test_media_that_cannot_be_are_refused(
+    vocabulary: GgufVocabulary, change: dict[str, Any]
+) -> None:
+    """A name of none of the session's media, a file that is too large or another one's, and one medium twice."""
+    file = seen(vocabulary)
+    first, *rest = file.media
+    for media in ((replace(first, **change), *rest), (first, first, *rest)):
+        with pytest.raises(TowerFileError):
+            read(write(replace(file, media=media)) + PNG + JPEG)
+
+
 def test_every_flipped_byte_and_every_cut_is_told(pack: Pack) -> None:
     """No damage goes unnoticed, wherever it is."""
     data = pack(history_of())
@@ -267,7 +367,7 @@ def test_every_flipped_byte_and_every_cut_is_told(pack: Pack) -> None:
         (b"", "not a .tower file"),
         (b"GGUF" * 20, "not a .tower file"),
         (b"TWRS\1", "truncated: it has only 5 bytes"),
-        (b"TWRS\3" + bytes(60), "version 3, and this towerd reads up to 2: update towerd"),
+        (b"TWRS\4" + bytes(60), "version 4, and this towerd reads up to 3: update towerd"),
         (b"TWRS\1" + struct.pack("<Q", 2**63) + bytes(60), "73 of its 9223372036854775808 bytes"),
     ],
 )
@@ -318,13 +418,13 @@ def test_too_long_a_session_is_refused(pack: Pack) -> None:
         pack(replace(history_of((one,)), stream=np.array([512], np.int32)))
 
 
-@given(st.integers(5, 10**6), st.integers(1, 255), st.integers(0, 4), st.booleans())
+@given(st.integers(5, 10**6), st.integers(1, 255), st.integers(0, 4), st.integers(0, 2))
 @settings(max_examples=400, deadline=None)
 def test_damage_with_a_right_checksum(
-    vocabulary: GgufVocabulary, at: int, flip: int, grow: int, is_spelled: bool
+    vocabulary: GgufVocabulary, at: int, flip: int, grow: int, kind: int
 ) -> None:
     """Whatever a crafted file says: a history that fits together, or the one error."""
-    data = bytearray(written_once(vocabulary)[is_spelled])
+    data = bytearray(written_once(vocabulary)[kind])
     place = 13 + at % (len(data) - 13 - 16)
     data[place] ^= flip
     data[place:place] = b"\xff" * grow
@@ -348,8 +448,8 @@ _written: list[bytes] = []
 
 
 def written_once(vocabulary: GgufVocabulary) -> list[bytes]:
-    """A file of ids, and one of a text."""
+    """A file of ids, one of a text, and one with media."""
     if not _written:
-        files = file_of(history_of(), vocabulary), spelled(vocabulary)
+        files = file_of(history_of(), vocabulary), spelled(vocabulary), seen(vocabulary)
         _written.extend(map(write, files))
     return _written

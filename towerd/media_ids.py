@@ -28,11 +28,17 @@ def spans_of(ids: Ids) -> tuple[Span, ...]:
     inside = np.asarray(ids) < 0
     if not inside.any():
         return ()
-    after_text = np.concatenate([[True], ~inside[:-1]])
-    starts = np.flatnonzero(inside & (after_text | (np.asarray(ids) < _FIRST_BELOW)))
+    starts = np.flatnonzero(starts_of(ids))
     text = np.append(np.flatnonzero(~inside), len(ids))
     ends = np.minimum(text[np.searchsorted(text, starts)], np.append(starts[1:], len(ids)))
     return tuple(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
+def starts_of(ids: Ids) -> npt.NDArray[np.bool_]:
+    """bool[n]: whether a medium, or the part of one that `ids` has, begins with each id."""
+    inside = np.asarray(ids) < 0
+    after_text = np.concatenate([[True], ~inside[:-1]]) if len(inside) else inside
+    return inside & (after_text | (np.asarray(ids) < _FIRST_BELOW))
 
 
 def whole(spans: tuple[Span, ...], n: int) -> int:

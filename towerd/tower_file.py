@@ -1,7 +1,7 @@
 """The `.tower` file: one session's whole history, readable as text by anyone and as tokens wherever a
 model with the same vocabulary is served.
 
-    magic 4 | version 1 | bytes in all, u64
+    magic 4 | version 1 | bytes up to the end of the checksum, u64
     text: model | text: hash of the model's file | vocabulary hash 8 | varint: its tokens
     of version 2, the tokenizer identity: text: hash of its tokens | text: hash of its rules
     text: session id | named 1 | text: title | created, updated: f64
@@ -15,7 +15,12 @@ model with the same vocabulary is served.
     of version 2
         the words (`put_words`): what each token id in the file stands for
         spelled 1 | if it is spelled, the text that follows the blob (`put_spelled`)
+    of version 3
+        varint: files of pictures and sounds, per file its BLAKE2b-128 16 and its bytes
+        varint: media, per medium its key 16 (`medium_key`), its file's place, and which of the media it is that
+            are made of the file
     BLAKE2b-128 of everything before
+    of version 3, the files, one behind the other
 
 Numbers are little-endian or varints (`codec/varint.py`); a text is its length and UTF-8. The blob
 holds the token ids that each turn adds to its origin, in order (`store/sessions/history.py`), in
@@ -24,7 +29,8 @@ The ids of a session that was frozen under another tokenizer cannot be had witho
 into the file instead, with what corrects it, and a reader that has the tokenizer has the ids again.
 
 The reader trusts no byte: nothing is decoded before the checksum was verified, and no more memory is
-allocated than the bytes justify. Files of version 1 have no words.
+allocated than the bytes justify. Files of version 1 have no words. Without media a file has version 2, which earlier
+releases read. A picture or sound that is damaged, or cut off the file's end, is left out: the conversation is whole without it.
 """
 
 from __future__ import annotations
@@ -32,9 +38,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import zstandard
@@ -48,7 +54,8 @@ from towerd.codec.varint import VarintReader
 from towerd.errors import InvalidRequest
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.vocabularies import MEDIUM, TEXT_BYTES_MAX, KeptVocabulary, some_words
-from towerd.store.sessions.history import History, NamedBase, PastTurn
+from towerd.store.sessions.history import MEDIA_MAX, History, NamedBase, PastTurn, media_keys
+from towerd.store.sessions.media import FILE_BYTES_MAX, KEY_BYTES, SentMedium, file_digest
 from towerd.store.sessions.sessions import NAME_CHARS_MAX, TITLE_CHARS_MAX
 
 TURNS_MAX = 4096
@@ -70,8 +77,8 @@ WORD_BYTES_MAX = 1024
 """Maximum of a piece's or name's bytes; known vocabularies have up to some hundred."""
 _HASH_BYTES = 16
 MAGIC = b"TWRS"
-VERSION = 2
-_WITHOUT_WORDS = 1
+VERSION = 3
+_WITHOUT_WORDS, _WITHOUT_MEDIA = 1, 2
 TOKENS_MAX = 1 << 24
 """Maximum number of tokens in a vocabulary."""
 _FIXED = struct.Struct("<4sBQ")
@@ -285,6 +292,51 @@ def read_spelled(reader: VarintReader) -> WrittenText:
 
 
 @dataclass(frozen=True, slots=True)
+class CarriedMedium:
+    """A medium whose file is behind the session."""
+
+    key: bytes
+    ordinal: int
+    digest: bytes
+    """Of its file."""
+    n_bytes: int
+
+
+def file_sizes(media: Iterable[CarriedMedium]) -> dict[bytes, int]:
+    """Bytes of each file, by digest, in their order."""
+    return {each.digest: each.n_bytes for each in media}
+
+
+def put_media(media: tuple[CarriedMedium, ...]) -> bytes:
+    """What the files are, and which media are made of each."""
+    sizes = file_sizes(media)
+    places = {digest: place for place, digest in enumerate(sizes)}
+    parts = [varint.put(len(sizes))]
+    parts += [digest + varint.put(n_bytes) for digest, n_bytes in sizes.items()]
+    parts.append(varint.put(len(media)))
+    parts += [each.key + varint.put_all((places[each.digest], each.ordinal)) for each in media]
+    return b"".join(parts)
+
+
+def read_media(reader: VarintReader) -> tuple[CarriedMedium, ...]:
+    """The inverse of `put_media`. No medium and no file is there twice, and each file is some medium's."""
+    files: list[tuple[bytes, int]] = []
+    for _ in range(reader.number(MEDIA_MAX + 1)):
+        files.append((reader.take(KEY_BYTES), reader.number(FILE_BYTES_MAX + 1)))
+    media = []
+    for _ in range(reader.number(MEDIA_MAX + 1)):
+        key, (place, ordinal) = reader.take(KEY_BYTES), reader.numbers(2)
+        if place >= len(files) or ordinal >= MEDIA_MAX:
+            raise contradiction()
+        media.append(CarriedMedium(key, ordinal, *files[place]))
+    sizes = file_sizes(media)
+    is_once = len({each.key for each in media}) == len(media) and list(sizes.items()) == files
+    if not media or not is_once or not all(sizes.values()):
+        raise contradiction()
+    return tuple(media)
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """The model that a session was held with, as far as its tokens go."""
 
@@ -310,6 +362,17 @@ class TowerFile:
     """What the ids stand for; None in files of version 1."""
     written: WrittenText | None = None
     """The ids that only the session's tokenizer can make."""
+    media: tuple[CarriedMedium, ...] = ()
+    files: Mapping[bytes, bytes] = field(default_factory=dict)
+    """By digest, those that are here and undamaged."""
+
+    def sent(self) -> list[SentMedium]:
+        """The media whose files are here."""
+        return [
+            SentMedium(each.key, self.files[each.digest], each.ordinal)
+            for each in self.media
+            if each.digest in self.files
+        ]
 
     def text(self) -> str:
         """The text of the current branch; of all branches, each after what it shares with those
@@ -339,8 +402,8 @@ class TowerFile:
 
 
 def write(file: TowerFile) -> bytes:
-    """The bytes of a file of version 2. Raises TowerFileError for a session that is too long or has
-    ids of another vocabulary."""
+    """The bytes of a file up to those of its media, which follow in the order of `file_sizes`. Raises TowerFileError
+    for a session that is too long or has ids of another vocabulary."""
     source, history = file.source, file.history
     assert source.tokenizer is not None
     assert file.words is not None
@@ -358,31 +421,59 @@ def write(file: TowerFile) -> bytes:
     parts += [put_bytes(blob), put_words(sorted(_ids_of(file)), file.words)]
     parts.append(bytes((file.written is not None,)))
     parts += [] if file.written is None else [put_spelled(file.written)]
+    parts += [put_media(file.media)] if file.media else []
     body = b"".join(parts)
     n_bytes = _FIXED.size + len(body) + _CHECKSUM_BYTES
-    data = _FIXED.pack(MAGIC, VERSION, n_bytes) + body
+    data = _FIXED.pack(MAGIC, VERSION if file.media else _WITHOUT_MEDIA, n_bytes) + body
     return data + _checksum(data)
+
+
+def without_media(data: bytes) -> bytes:
+    """A file without the pictures and sounds behind its session. What is no file stays as it is."""
+    if len(data) < _FIXED.size or not data.startswith(MAGIC):
+        return data
+    return data[: _FIXED.unpack_from(data)[2]]
 
 
 def read(data: bytes) -> TowerFile:
     """The content of a file, which need not be valid. Slow. Raises TowerFileError."""
     with _codec_errors():
-        version, body = _checked(data)
-        reader = VarintReader(body)
+        version, session, behind = _checked(data)
+        reader = VarintReader(session)
         source = _read_source(reader, version)
         file = _read_history(reader, source)
         if version > _WITHOUT_WORDS:
             file = _read_words(reader, file)
+        if version > _WITHOUT_MEDIA:
+            file = replace(file, media=read_media(reader))
         reader.end()
         history = file.history
         n_written = 0 if file.written is None else file.written.n_ids
         if len(history.stream) + n_written != sum(turn.n - turn.n_shared for turn in history.turns):
             raise contradiction()
-    return file
+        if file.written is None and not {each.key for each in file.media} <= media_keys(history):
+            raise contradiction()
+    return replace(file, files=_files(file.media, behind))
 
 
-def _checked(data: bytes) -> tuple[int, bytes]:
-    """The version, and the bytes between the header and the checksum, which is verified."""
+def _files(media: tuple[CarriedMedium, ...], behind: memoryview) -> dict[bytes, bytes]:
+    """The undamaged files among these bytes. TowerFileError for more than the media have."""
+    found, at = {}, 0
+    for digest, n_bytes in file_sizes(media).items():
+        data = behind[at : at + n_bytes]
+        at += n_bytes
+        if len(data) == n_bytes and file_digest(data) == digest:
+            found[digest] = bytes(data)
+    if at < len(behind):
+        raise TowerFileError(
+            f"The .tower file is damaged: its pictures and sounds have {at} bytes, and {len(behind)} are "
+            "here: use another copy of it."
+        )
+    return found
+
+
+def _checked(data: bytes) -> tuple[int, bytes, memoryview]:
+    """The version, the bytes between the header and the checksum, which is verified, and those behind it."""
     if not data.startswith(MAGIC[: len(data)]) or not data:
         raise TowerFileError("This is not a .tower file: towerctl export writes them.")
     if len(data) < _FIXED.size + _CHECKSUM_BYTES:
@@ -397,12 +488,15 @@ def _checked(data: bytes) -> tuple[int, bytes]:
         raise TowerFileError(
             f"The .tower file is truncated: {len(data)} of its {n_bytes} bytes are here."
         )
-    whole = len(data) == n_bytes and version >= _WITHOUT_WORDS
-    if not whole or _checksum(data[:-_CHECKSUM_BYTES]) != data[-_CHECKSUM_BYTES:]:
+    whole = len(data) == n_bytes or (len(data) > n_bytes and version > _WITHOUT_MEDIA)
+    end = n_bytes - _CHECKSUM_BYTES
+    view = memoryview(data)
+    is_sound = whole and version >= _WITHOUT_WORDS and end >= _FIXED.size
+    if not is_sound or _checksum(view[:end]) != view[end:n_bytes]:
         raise TowerFileError(
             "The .tower file is damaged, its checksum does not match: use another copy of it."
         )
-    return version, data[_FIXED.size : -_CHECKSUM_BYTES]
+    return version, bytes(view[_FIXED.size : end]), view[n_bytes:]
 
 
 def _read_source(reader: VarintReader, version: int) -> Source:
@@ -473,5 +567,5 @@ def _codec_errors() -> Iterator[None]:
         raise TowerFileError(f"The .tower file cannot be read: {error}") from error
 
 
-def _checksum(data: bytes) -> bytes:
+def _checksum(data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=_CHECKSUM_BYTES).digest()

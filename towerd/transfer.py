@@ -8,10 +8,11 @@ copied.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from towerd.codec.errors import CodecError
@@ -22,10 +23,12 @@ from towerd.store import History, SessionInfo, Store
 from towerd.store.catalog.vocabularies import KeptVocabulary, KnownWords
 from towerd.store.sessions.deletions import DeletionWatch
 from towerd.store.sessions.frozen import FrozenSession
+from towerd.store.sessions.history import MEDIA_MAX, media_keys
+from towerd.store.sessions.media import KeptMedium, SentMedium
 from towerd.store.tree.scope import is_public, public_of
 
 if TYPE_CHECKING:
-    from towerd.tower_file import Source, TowerFile
+    from towerd.tower_file import CarriedMedium, Source, TowerFile
 
 T = TypeVar("T")
 
@@ -49,11 +52,62 @@ class Transfer:
 # start.
 
 
-def export_session(store: Store, model: SessionModel, id: str, scope: str | None) -> bytes:
-    """A session of the served model's tokenizer as the bytes of a `.tower` file; a frozen session
-    stays frozen. Raises NotFound, InvalidRequest (several tenants have a session with this id),
-    ThawError or TowerFileError."""
-    return session_file(store, model, session_history(store, model, id, scope))
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A `.tower` file: its session, and the files of pictures and sounds that follow, in order."""
+
+    session: bytes
+    files: tuple[KeptMedium, ...] = ()
+    n_media: int = 0
+    """Pictures and sounds that are made of these files."""
+    n_left_out: int = 0
+    """Those that are damaged here, or more than a file carries."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the whole file."""
+        return len(self.session) + sum(each.n_bytes for each in self.files)
+
+
+def export_session(
+    store: Store, model: SessionModel, id: str, scope: str | None, *, with_media: bool = False
+) -> Export:
+    """A session of the served model's tokenizer as a `.tower` file; a frozen session stays frozen.
+    Raises NotFound, InvalidRequest (several tenants have a session with this id), ThawError or
+    TowerFileError."""
+    history = session_history(store, model, id, scope)
+    media = kept_media(store, store.session(id, scope)) if with_media else []
+    keys = media_keys(history) if media else set()
+    write = partial(session_file, store, model, history)
+    return _exported(store, media, keys, write)
+
+
+def kept_media(store: Store, info: SessionInfo) -> list[KeptMedium]:
+    """The media of a session whose files are kept."""
+    row = store.media.session(info.id, info.scope, info.tokenizer)
+    return [] if row is None else store.media.entries(row)
+
+
+def _exported(
+    store: Store,
+    media: Sequence[KeptMedium],
+    keys: set[bytes] | None,
+    write: Callable[[tuple[CarriedMedium, ...]], bytes],
+) -> Export:
+    """keys: of the media that the session's turns have; None: not known. write: makes the file that says which media it
+    carries"""
+    from towerd.tower_file import CarriedMedium
+
+    n_all = len(media)
+    media = [each for each in media if keys is None or each.key in keys][:MEDIA_MAX]
+    files: dict[bytes, KeptMedium | None] = {}
+    for each in media:
+        if files.get(each.digest) is None:
+            files[each.digest] = None if store.media.read(each) is None else each
+    whole = [each for each in media if files[each.digest] is not None]
+    carried = tuple(CarriedMedium(e.key, e.ordinal, e.digest, e.n_bytes) for e in whole)
+    found = tuple(each for each in files.values() if each is not None)
+    return Export(write(carried), found, len(whole), n_all - len(whole))
 
 
 def session_history(store: Store, model: SessionModel, id: str, scope: str | None) -> History:
@@ -61,8 +115,10 @@ def session_history(store: Store, model: SessionModel, id: str, scope: str | Non
     return cold_history(store, model.codec, id, scope) or store.history(id, scope)
 
 
-def session_file(store: Store, model: SessionModel, history: History) -> bytes:
-    """The `.tower` file of a session of the served model's tokenizer. Raises TowerFileError."""
+def session_file(
+    store: Store, model: SessionModel, history: History, media: tuple[CarriedMedium, ...] = ()
+) -> bytes:
+    """The `.tower` file of a session of the served model's tokenizer, up to its media. Raises TowerFileError."""
     from towerd.tower_file import Source, TowerFile, write
 
     codec, vocabulary = model.codec, model.codec.vocabulary
@@ -70,7 +126,7 @@ def session_file(store: Store, model: SessionModel, history: History) -> bytes:
     n_tokens = len(vocabulary.pieces)
     source = Source(model.name, model.hash, codec.vocabulary_hash, n_tokens, identity)
     words = KeptVocabulary(vocabulary.pieces, vocabulary.names)
-    return write(TowerFile(source, history, words))
+    return write(TowerFile(source, history, words, media=media))
 
 
 def history_in(model: SessionModel, data: bytes) -> History | None:
@@ -100,12 +156,14 @@ def outline(data: bytes) -> dict[str, Any]:
     }
 
 
-def export_foreign(store: Store, id: str, scope: str | None, tokenizer: str = "") -> bytes:
-    """A session of another tokenizer as the bytes of a `.tower` file, with the words that the store
-    keeps. A frozen one has the text of its blob, if its ids take the tokenizer. Raises NotFound,
+def export_foreign(
+    store: Store, id: str, scope: str | None, tokenizer: str = "", *, with_media: bool = False
+) -> Export:
+    """A session of another tokenizer as a `.tower` file, with the words that the store keeps. A frozen one has the text of its blob, if its ids take the tokenizer. Raises NotFound,
     StoreError (several tenants have it, or its words are not kept), ThawError or TowerFileError."""
     from towerd.tower_file import TowerFile, write
 
+    keys: set[bytes] | None = None
     info = store.foreign.session(id, scope, tokenizer).info
     which = id, info.scope, info.tokenizer
     digest = bytes.fromhex(info.tokenizer)
@@ -113,10 +171,14 @@ def export_foreign(store: Store, id: str, scope: str | None, tokenizer: str = ""
     source = _source(store, digest, words)
     try:
         history, _ = store.foreign.history(*which)
+        file = TowerFile(source, history, words.vocabulary)
     except SessionFrozen:
         frozen, _ = store.foreign.frozen(*which)
-        return write(_frozen_file(store, frozen, source, words.vocabulary))
-    return write(TowerFile(source, history, words.vocabulary))
+        file = _frozen_file(store, frozen, source, words.vocabulary)
+    media = kept_media(store, info) if with_media else []
+    if media and file.written is None:
+        keys = media_keys(file.history)
+    return _exported(store, media, keys, lambda carried: write(replace(file, media=carried)))
 
 
 def _source(store: Store, digest: bytes, words: KnownWords) -> Source:
@@ -153,10 +215,14 @@ def import_session(
     data: bytes,
     scope: str,
     since: DeletionWatch | None = None,
+    *,
+    keeps_media: bool = True,
 ) -> dict[str, Any]:
     """Enter the session of a `.tower` file for a tenant; one of another vocabulary is listed and read
     as text. Turns that continue otherwise than here are branches. Returns `session`, `added` (the number of
-    turns that were not here) and `bases` (the precached prompts that it begins with, and whether each of them is here).
+    turns that were not here), `bases` (the precached prompts that it begins with, and whether each of them is here)
+    and `media`: how many of its pictures and sounds are `kept`, were `damaged` in the file, or `not_kept`: there is no room, or
+    keeps_media is False.
 
     Raises TowerFileError, InvalidRequest, ThawError or SessionFrozen
     (the session here is frozen and cannot be compared), SessionDeleted (it was deleted `since`) or
@@ -171,15 +237,33 @@ def import_session(
     file = read(data)
     codec = model.codec
     if file.source.vocabulary != codec.vocabulary_hash:
-        return _import_foreign(store, model, file, scope, since)
+        return _import_foreign(store, model, file, scope, since, keeps_media)
     history = file.whole(codec.vocabulary)
     with suppress(NotFound):
         thaw(store, codec, history.id, scope)
-    added = store.add_history(history, scope, since)
+    sent = _sent(file, history) if keeps_media else []
+    with store.media.written(sent, scope) as media:
+        added = store.add_history(history, scope, since, media)
     here = {
         base.digest for base in store.bases.listing() if base.scope in (scope, public_of(scope))
     }
-    return _imported(store.session(history.id, scope), added, history, here)
+    found = _imported(store.session(history.id, scope), added, history, here)
+    return found | {"media": _media_counts(file, len(media))}
+
+
+def _sent(file: TowerFile, history: History) -> list[SentMedium]:
+    """The undamaged media of a file, if its turns have them."""
+    keys = media_keys(history) if file.media else set()
+    return [each for each in file.sent() if each.key in keys]
+
+
+def _media_counts(file: TowerFile, n_kept: int) -> dict[str, int]:
+    n_here = len(file.sent())
+    return {
+        "kept": n_kept,
+        "damaged": len(file.media) - n_here,
+        "not_kept": n_here - n_kept,
+    }
 
 
 def _import_foreign(
@@ -188,6 +272,7 @@ def _import_foreign(
     file: TowerFile,
     scope: str,
     since: DeletionWatch | None,
+    keeps_media: bool,
 ) -> dict[str, Any]:
     """Enter the session of a file whose vocabulary is not that of the served model."""
     source = file.source
@@ -196,10 +281,13 @@ def _import_foreign(
     digest = store.foreign.enter(source.tokenizer)
     words = KnownWords(file.words, source.vocabulary, source.tokenizer, source.name)
     store.vocabularies.add_words(digest, scope, words)  # first: what is listed can be read
-    added = store.foreign.add_history(file.history, scope, digest, since)
+    sent = _sent(file, file.history) if keeps_media else []
+    with store.media.written(sent, scope) as media:
+        added = store.foreign.add_history(file.history, scope, digest, since, media)
     store.vocabularies.add_words(digest, scope, words)  # unless a gc thought that nothing uses them
     info = store.foreign.session(file.history.id, scope, digest.hex()).info
-    return _imported(info, added, replace(file.history, bases=()), set())
+    found = _imported(info, added, replace(file.history, bases=()), set())
+    return found | {"media": _media_counts(file, len(media))}
 
 
 def _needs_its_model(file: TowerFile, model: SessionModel) -> InvalidRequest:

@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -33,6 +34,8 @@ OnBytes: TypeAlias = Callable[[int, int], None]
 PAGE_MAX = 1000
 """The most entries that one listing returns."""
 OWN = "/towerd/v1"
+MEDIA_HEADER = "X-Towerd-Media"
+"""Of an export."""
 T = TypeVar("T")
 _PREFIX = re.compile("[0-9a-f]{4,15}")
 """The beginning of an id that towerd generated."""
@@ -148,13 +151,18 @@ class ApiClient:
         )
         return str(found["session"]["id"])
 
-    def export_session(self, id: str, scope: str | None = None) -> bytes:
-        """The session as a `.tower` file."""
-        query = query_of({"scope": scope} if scope is not None else {})
-        return self._of_session(id, scope, lambda path: self._file(f"{path}/export?{query}"))
+    def export_session(
+        self, id: str, scope: str | None = None, *, with_media: bool = True
+    ) -> tuple[bytes, dict[str, int]]:
+        """The session as a `.tower` file; of its pictures and sounds, how many are `carried` or `left_out`."""
+        asked = {"media": int(with_media)} | ({"scope": scope} if scope is not None else {})
+        query = query_of(asked)
+        data, told = self._of_session(id, scope, lambda path: self._file(f"{path}/export?{query}"))
+        parts = (each.partition("=") for each in told.get(MEDIA_HEADER, "").split(", "))
+        return data, {name: int(n) for name, _, n in parts if n.isdecimal()}
 
     def import_session(self, data: bytes, scope: str | None = None) -> Json:
-        """Import the session of a `.tower` file: `session`, `added` (turns) and `bases`."""
+        """Import the session of a `.tower` file: `session`, `added` (turns), `bases` and `media`."""
         path, query = f"{OWN}/sessions/import", {"scope": scope}
         return self._ask("POST", path, replies.ImportedShape, data, query, timeout_s=None)
 
@@ -445,12 +453,12 @@ class ApiClient:
         found: Json = self._checked(self._decode(reply, self._read(reply)), shape)
         return found
 
-    def _file(self, path: str) -> bytes:
-        """The bytes of a file."""
+    def _file(self, path: str) -> tuple[bytes, Mapping[str, str]]:
+        """The bytes of a file, and the headers of the reply."""
         reply = self._send("GET", path, None, None)
         data = self._read(reply)
         if reply.headers.get_content_type() == "application/octet-stream":
-            return data
+            return data, dict(reply.headers)
         self._decode(reply, data)
         raise self._broken("it sent no file; is it a towerd?")
 
@@ -489,7 +497,8 @@ class ApiClient:
                 self._connection.timeout = TIMEOUT_S
                 self._connection.connect()
             self._connection.sock.settimeout(timeout_s)
-            self._connection.request(method, target, data, self._headers)
+            with suppress(BrokenPipeError, ConnectionResetError):  # it may have answered before
+                self._connection.request(method, target, data, self._headers)
             return self._connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()

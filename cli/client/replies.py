@@ -108,12 +108,21 @@ class ImportedBaseShape(TypedDict):
     here: bool
 
 
+class ImportedMediaShape(TypedDict):
+    """How many pictures and sounds of an imported file are kept, and how many are not."""
+
+    kept: int
+    damaged: int
+    not_kept: int
+
+
 class ImportedShape(TypedDict):
     """The session of an imported file."""
 
     session: SessionShape
     added: int
     bases: list[ImportedBaseShape]
+    media: ImportedMediaShape
 
 
 class PushedShape(TypedDict):

@@ -7,6 +7,7 @@ import re
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import click
 
 from towerd.cli.client.target import Target, connect, json_option, setting_option, target_options
-from towerd.cli.client.transport import Json
+from towerd.cli.client.transport import Json, RemoteError
 from towerd.errors import ConfigError, TowerdError
 
 SUFFIX = ".tower"
@@ -37,6 +38,7 @@ _UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
     is_flag=True,
     help="Seal the file with a passphrase, from TOWERD_FILE_PASSPHRASE or the terminal.",
 )
+@click.option("--no-media", is_flag=True, help="Leave its pictures and sounds out.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @click.option("--scope", metavar="TENANT", help="Whose, if several tenants have one of this name.")
 @setting_option("model")
@@ -46,6 +48,7 @@ def export(
     session: str,
     output: Path | None,
     encrypt: bool,
+    no_media: bool,
     force: bool,
     scope: str | None,
     model: str | None,
@@ -59,14 +62,20 @@ def export(
         session = backend.whole_id(session, scope)
         path = output if output is not None else Path(file_name(session))
         _check_place(path, force)
-        data = backend.export_session(session, scope)
+        data, media = backend.export_session(session, scope, with_media=not no_media)
     if encrypt:
         data = _boxes().boxed(data, path.name)
     _write(path, data, force)
     if as_json:
-        echo_json({"session": session, "file": str(path), "bytes": len(data)})
-    else:
-        click.echo(f"Wrote {path} ({size(len(data))}); towerctl import reads it.")
+        echo_json({"session": session, "file": str(path), "bytes": len(data), "media": media})
+        return
+    n, n_left = media.get("carried", 0), media.get("left_out", 0)
+    carried = f", with {_media(n)}" if n else ""
+    click.echo(f"Wrote {path} ({size(len(data))}{carried}); towerctl import reads it.")
+    if n_left:
+        click.echo(
+            f"Left out {_media(n_left)}: damaged here, which towerctl verify tells, or more than a file carries."
+        )
 
 
 def file_name(session: str) -> str:
@@ -108,17 +117,27 @@ def _write(path: Path, data: bytes, force: bool) -> None:
 @click.argument(
     "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
+@click.option("--no-media", is_flag=True, help="Leave their pictures and sounds out.")
 @click.option("--scope", metavar="TENANT", help="For this tenant; default: the caller's.")
 @setting_option("model")
 @json_option
 @target_options
 def import_(
-    files: tuple[Path, ...], scope: str | None, model: str | None, as_json: bool, target: Target
+    files: tuple[Path, ...],
+    no_media: bool,
+    scope: str | None,
+    model: str | None,
+    as_json: bool,
+    target: Target,
 ) -> None:
     """Import the session of each FILE that towerctl export wrote."""
     from towerd.cli.output import echo_json, progress_lines
 
     contents = [_read(path) for path in files]
+    if no_media:
+        from towerd import tower_file
+
+        contents = [tower_file.without_media(data) for data in contents]
     imported: list[Json] = []
     with connect(replace(target, model=model)) as backend, progress_lines(quiet=as_json) as lines:
         task = lines.add_task("importing", total=len(files))
@@ -126,11 +145,15 @@ def import_(
             try:
                 found = backend.import_session(data, scope)
             except TowerdError as error:
-                raise TowerdError(f"{path}: {error.message}") from error
+                without = "" if no_media else _without_media(error)
+                message = error.message.rstrip(".") if without else error.message
+                raise TowerdError(f"{path}: {message}{without}") from error
             imported.append({"file": str(path), **found})
             lines.advance(task)
             if not as_json:
                 click.echo(_said(imported[-1]))
+                for line in [] if no_media else _said_of_media(found["media"]):
+                    click.echo(line)
     if as_json:
         echo_json({"imported": imported})
 
@@ -195,12 +218,42 @@ def _said(found: Json) -> str:
             "it is read as text here."
         )
     if not added:
-        return f"Session {session['id']} is here already; nothing was changed."
+        what = ", with all its turns" if found["media"]["kept"] else "; nothing was changed"
+        return f"Session {session['id']} is here already{what}."
     line = f"Imported {_count(added, 'turn')} of session {session['id']}"
     missing: list[Any] = [clean(base["name"]) for base in found["bases"] if not base["here"]]
     if missing:
         line += f"; towerctl precache makes its bases quick here, too: {', '.join(missing)}"
     return line + "."
+
+
+def _said_of_media(media: Json) -> list[str]:
+    """Lines about the pictures and sounds of one import."""
+    lines = []
+    if media["kept"]:
+        lines.append(f"Kept {_media(media['kept'])}.")
+    if media["damaged"]:
+        lines.append(
+            f"Left out {_media(media['damaged'])}, damaged in the file: import another copy of it to have them."
+        )
+    if media["not_kept"]:
+        lines.append(
+            f"Left out {_media(media['not_kept'])}: the store has no room for them, or its towerd runs with "
+            "--no-keep-media."
+        )
+    return lines
+
+
+def _without_media(error: TowerdError) -> str:
+    """What helps if a file is too large."""
+    too_large = (
+        isinstance(error, RemoteError) and error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    )
+    return ": import it with --no-media, or raise --request-bytes-max." if too_large else ""
+
+
+def _media(n: int) -> str:
+    return _count(n, "picture or sound") if n == 1 else f"{n} pictures and sounds"
 
 
 def _count(n: int, noun: str) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, make_mocked_request
 
+from lab.models.vision import make_projector, picture
 from towerd.api.http import room
 from towerd.api.http.body import BODIES, Bodies, release_body
 from towerd.api.http.room import bytes_to_parse
@@ -118,6 +122,42 @@ async def test_replies_with_probabilities_at_once(
     seeming.own += 60 * MIB
     async with client.post("/completion", json=body) as reply:
         assert reply.status == 503
+
+
+@pytest.mark.parametrize("stays", [True, False])
+async def test_the_copy_of_a_picture_is_claimed(
+    tmp_path: Path,
+    seeming: Seeming,
+    aiohttp_client: Callable[..., Awaitable[Client]],
+    stays: bool,
+) -> None:
+    """That the store gets at the end, until then; not where it gets none."""
+    projector = tmp_path / "mmproj.gguf"
+    make_projector(projector, 64)
+    ram = RamLimit(2 * GIB, own=lambda: seeming.own, children=lambda: 0, address_max=0)
+    config = Config(
+        model=bundled_model(),
+        store_dir=tmp_path / "s",
+        port=0,
+        ctx_size=1024,
+        keep_media=stays,
+        llama_server_args=("--mmproj", str(projector), "--no-warmup"),
+    )
+    file = base64.b64decode(picture(1)) + bytes(8 * MIB)
+    url = f"data:image/png;base64,{base64.b64encode(file).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}]
+    body = {"messages": [{"role": "user", "content": parts}], "stream": True, "max_tokens": 300}
+    data = BytesIO(json.dumps(body | {"ignore_eos": True}).encode())
+    async with open_service(config, ram) as service:
+        client = await aiohttp_client(build_app(config, service=service, ram=ram))
+        before = ram.left()
+        async with client.post("/v1/chat/completions", data=data) as reply:
+            assert (await reply.content.readline()).startswith(b"data: ")
+            claimed = before - ram.left()
+            rest = await reply.text()
+            assert "[DONE]" in rest, rest
+        assert claimed // MIB == (8 if stays else 0)
+        assert before - ram.left() < MIB, "all that was claimed is released"
 
 
 async def test_what_a_reply_has_is_not_counted_twice(seeming: Seeming) -> None:

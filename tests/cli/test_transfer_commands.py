@@ -48,7 +48,8 @@ def test_export_and_import(
     assert Path(FILE).stat().st_mode & 0o777 == 0o600
     assert "--force" in ctl("export", NAME, *at, code=1).output
     wrote = ctl_json("export", NAME, "--force", *at)
-    assert wrote == {"session": NAME, "file": FILE, "bytes": len(data)}
+    media = {"carried": 0, "left_out": 0}
+    assert wrote == {"session": NAME, "file": FILE, "bytes": len(data), "media": media}
     assert "no session 'none'" in ctl("export", "none", *at, code=1).output
     assert "no directory" in ctl("export", NAME, "-o", "none/a.tower", *at, code=1).output
     assert "is a directory" in ctl("export", NAME, "-o", ".", *at, code=1).output

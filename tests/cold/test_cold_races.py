@@ -158,7 +158,7 @@ def test_a_session_continued_while_frozen_is_not_exported_in_part(
         cold_history(store, codec, "x")
     thaw(store, codec, "x")
     assert said(store) == [first, more]
-    assert export_session(store, coding.model(), "x", None)
+    assert export_session(store, coding.model(), "x", None).session
     coding.close()
 
 

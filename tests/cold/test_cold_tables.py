@@ -193,7 +193,7 @@ def test_a_tower_file_needs_no_table(store: Store, release: Release, make_codec:
     release(1)
     coding = Coding(lambda: VocabularySource(bundled_model(), "hash"), tables=store.tables)
     ids = say(store, coding.codec)
-    data = export_session(store, coding.model(), "x", None)
+    data = export_session(store, coding.model(), "x", None).session
     coding.close()
     release(2)
     coding = Coding(lambda: VocabularySource(bundled_model(), "hash"))

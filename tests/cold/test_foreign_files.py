@@ -22,6 +22,7 @@ from towerd.store import Store
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.vocabularies import KeptVocabulary, KnownWords, some_words
 from towerd.store.sessions.history import History, PastTurn
+from towerd.store.sessions.media import SentMedium, medium_key
 from towerd.tower_file import TowerFileError
 from towerd.transfer import export_foreign, export_session, import_session
 
@@ -72,7 +73,7 @@ def test_a_frozen_one_comes_out(
         history = store.history("chat")
         freeze(store, Codec(codec.vocabulary, tables=store.tables), "chat", form=form)
     with Store.open(tmp_path / "a", OTHER_TOKENIZER) as store:
-        data = export_foreign(store, "chat", None)
+        data = export_foreign(store, "chat", None).session
         assert store.foreign.session("chat").info.cold_bytes > 0
     text = tower_file.read(data).text()
     assert text.startswith("<s> Once upon a time")
@@ -91,7 +92,7 @@ def test_it_goes_on_where_its_model_is_served_later(
     by the model that it is of."""
     talk(tmp_path / "a", codec, ids)
     with Store.open(tmp_path / "a", ROW_IDENTITY) as store:
-        data = export_session(store, here, "chat", None)
+        data = export_session(store, here, "chat", None).session
         history = store.history("chat")
     root = tmp_path / "b"
     with Store.open(root, OTHER_TOKENIZER) as store:
@@ -106,7 +107,7 @@ def test_it_goes_on_where_its_model_is_served_later(
         assert store.vocabularies.read(digest, "local").text(now) == words_of(codec).text(
             np.array(ids)
         )
-        again = tower_file.read(export_foreign(store, "chat", None))
+        again = tower_file.read(export_foreign(store, "chat", None).session)
         assert again.text() == tower_file.read(data).text()
         assert again.source.name == "here.gguf"
         store.check_integrity(keys=True)
@@ -119,6 +120,52 @@ def test_it_goes_on_where_its_model_is_served_later(
         assert store.vocabularies.words(digest).hash == codec.vocabulary_hash
 
 
+@pytest.mark.parametrize("form", [None, "text"])
+def test_pictures_come_along(
+    tmp_path: Path,
+    codec: Codec,
+    here: SessionModel,
+    there: SessionModel,
+    ids: list[int],
+    form: str | None,
+) -> None:
+    """Of a session of another tokenizer, frozen or not, to where its model is served; and of one that is not frozen, by way of
+    a store where it is not."""
+    seen = [-(1 << 31), -5, -6]
+    picture = SentMedium(medium_key(np.array(seen, np.int32)), b"picture!" * (1 << 18))
+    with Store.open(tmp_path / "a", ROW_IDENTITY) as store:
+        store.vocabularies.keep(store.state.identity.tokenizer_digest, words_of(codec))
+        turn = turn_of([*ids[:9], *seen, *ids[9:]], [2], session="chat")
+        store.commit_turn(replace(turn, media=[picture]))
+        if form:
+            freeze(store, Codec(codec.vocabulary, tables=store.tables), "chat", form=form)
+
+    def exported(root: Path) -> bytes:
+        with Store.open(root, OTHER_TOKENIZER) as store:
+            export = export_foreign(store, "chat", None, with_media=True)
+            (file,) = export.files
+            data = store.media.read(file)
+        assert data is not None
+        assert export.n_bytes == len(export.session) + len(data)
+        return export.session + data
+
+    data = exported(tmp_path / "a")
+    if not form:
+        with Store.open(tmp_path / "b", OTHER_TOKENIZER) as store:
+            assert import_session(store, there, data, "local")["media"]["kept"] == 1
+        data = exported(tmp_path / "b")
+    with Store.open(tmp_path / "c", ROW_IDENTITY) as store:
+        found = import_session(store, here, data, "local")["media"]
+        assert found == {"kept": 1, "damaged": 0, "not_kept": 0}
+        row = store.media.session("chat", "local")
+        assert row is not None
+        assert store.media.file(row, picture.key) == picture.file
+        store.disk.bytes_max = 2 << 20
+        store.disk.make_room(0)
+        found = import_session(store, here, data, "ann")
+        assert (found["added"], found["media"]["not_kept"]) == (1, 1)
+
+
 def test_a_text_takes_its_tokenizer(
     tmp_path: Path, codec: Codec, there: SessionModel, ids: list[int]
 ) -> None:
@@ -127,7 +174,7 @@ def test_a_text_takes_its_tokenizer(
     with Store.open(tmp_path / "a", ROW_IDENTITY) as store:
         freeze(store, Codec(codec.vocabulary, tables=store.tables), "chat", form="text")
     with Store.open(tmp_path / "a", OTHER_TOKENIZER) as store:
-        data = export_foreign(store, "chat", None)
+        data = export_foreign(store, "chat", None).session
         with pytest.raises(TowerFileError, match="or read it as text with towerctl read"):
             import_session(store, there, data, "guest")
         assert [info.scope for info in store.foreign.listing(None, 10)] == ["local"]
@@ -139,7 +186,7 @@ def test_files_that_lie_about_their_tokenizer(
     """One that says that it is the served one, and one whose words contradict those that are known."""
     talk(tmp_path / "a", codec, ids)
     with Store.open(tmp_path / "a", ROW_IDENTITY) as store:
-        honest = export_session(store, here, "chat", None)
+        honest = export_session(store, here, "chat", None).session
         with pytest.raises(InvalidRequest, match="says that its tokenizer is the served one"):
             import_session(store, there, honest, "guest")
     parsed = tower_file.read(honest)
@@ -160,7 +207,7 @@ def test_words_are_of_one_tenant(
     whole vocabulary is kept, all read that."""
     talk(tmp_path / "a", codec, ids)
     with Store.open(tmp_path / "a", ROW_IDENTITY) as store:
-        honest = export_session(store, here, "chat", None)
+        honest = export_session(store, here, "chat", None).session
     parsed = tower_file.read(honest)
     n = parsed.source.n_tokens
     turns = (PastTurn(None, 0, 0, n - 1, 1, 0, 1.0, 1.0, True),)
@@ -176,11 +223,11 @@ def test_words_are_of_one_tenant(
         import_session(store, there, all_ids(wordless), "mallory")
         now, digest = store.foreign.session_ids("probe", "mallory")
         assert store.vocabularies.read(digest, "mallory").text(now) == ""
-        assert tower_file.read(export_foreign(store, "probe", "mallory")).text() == ""
+        assert tower_file.read(export_foreign(store, "probe", "mallory").session).text() == ""
         now, _ = store.foreign.session_ids("chat", "alice")
         said = words_of(codec).text(np.array(ids))
         assert store.vocabularies.read(digest, "alice").text(now) == said
-        assert tower_file.read(export_foreign(store, "chat", None)).text() == said
+        assert tower_file.read(export_foreign(store, "chat", None).session).text() == said
         with pytest.raises(StoreError, match="is not kept here"):
             store.vocabularies.read(digest)
         store.vocabularies.keep(digest, words_of(codec))

@@ -13,6 +13,7 @@ import pytest
 import requests
 from daemon import Daemon, reuse_of, run_towerctl, run_towerd, wait_until_written
 from pictures import N_PREDICT, Said, answered, counts, look_at, say
+from sharing import Place, shared
 
 from lab.models.vision import TOKENS_AN_IMAGE, make_projector, picture
 from towerd.cli.bench.harness.servers import llama_server
@@ -358,6 +359,122 @@ def test_what_was_sent_is_kept(make_daemon: MakeDaemon, projector: Path) -> None
         requests.delete(daemon.url + path, timeout=60).raise_for_status()
         gone = f"{daemon.url}{path}/media/{read['media'][0]}"
         assert requests.get(gone, timeout=60).status_code == 404
+
+
+def continued(daemon: Daemon) -> str:
+    """What the chat `seen` answers to another question, without its pictures being sent again."""
+    asked = {"role": "user", "content": "And what colour?"}
+    body = {"message": asked, "temperature": 0, "max_tokens": N_PREDICT, "cache_prompt": False}
+    said = daemon.post("/towerd/v1/sessions/seen/chat", body)
+    return str(said["choices"][0]["message"]["content"])
+
+
+def seen_files(daemon: Daemon) -> list[bytes | None]:
+    """The pictures of the chat `seen`, as they are handed out."""
+    path = "/towerd/v1/sessions/seen"
+    keys = daemon.get(path + "/chat")["media"]
+    return [
+        key and requests.get(f"{daemon.url}{path}/media/{key}", timeout=60).content for key in keys
+    ]
+
+
+def test_pictures_travel_with_their_chat(
+    make_daemon: MakeDaemon, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In an encrypted file to another store with another key, where the chat continues as at home."""
+    key, file, secret = tmp_path / "key", tmp_path / "seen.tower", {"TOWERD_FILE_PASSPHRASE": "x"}
+    away = make_daemon(*flags, "--encrypt", f"file:{key}", name="away")
+    pictures = [base64.b64decode(picture(n)) for n in (1, 2, 1)]
+    with make_daemon(*flags, "--encrypt", f"file:{tmp_path / 'home'}") as home, away:
+        body = {"messages": [look_at(1, 2, 1)], "temperature": 0, "max_tokens": N_PREDICT}
+        home.post("/v1/chat/completions", body, headers={"X-Towerd-Session": "seen"})
+        done = run_towerctl(home, "export", "seen", "--encrypt", "-o", str(file), **secret)
+        assert "with 3 pictures and sounds" in done.stdout, done.stderr
+        assert pictures[0] not in file.read_bytes()
+        done = run_towerctl(away, "import", str(file), **secret)
+        assert "Kept 3 pictures and sounds." in done.stdout, done.stderr
+        away.kill()
+        away.start()
+        assert seen_files(away) == pictures
+        assert continued(away) == continued(home)
+        assert counts(away)[1] == 3
+        twice = run_towerctl(away, "import", str(file), **secret).stdout
+        assert "is here already" in twice
+        assert seen_files(away) == pictures
+        assert away.stop() == 0, away.log
+        for path in (away.store_dir / "media").iterdir():
+            assert pictures[0][:64] not in path.read_bytes()
+
+
+def test_a_chat_is_imported_without_what_its_file_lost(
+    make_daemon: MakeDaemon, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A damaged picture, one that is not to be kept, and one that left the store: each is told."""
+    file, whole = tmp_path / "seen.tower", tmp_path / "whole.tower"
+    pictures = [base64.b64decode(picture(n)) for n in (1, 2)]
+    with make_daemon(*flags) as home:
+        body = {"messages": [look_at(1, 2)], "temperature": 0, "max_tokens": N_PREDICT}
+        home.post("/v1/chat/completions", body, headers={"X-Towerd-Session": "seen"})
+        run_towerctl(home, "export", "seen", "-o", str(whole)).check_returncode()
+        text = home.get("/towerd/v1/sessions/seen?text=1")["text"]
+        run_towerctl(home, "export", "seen", "--no-media", "-o", str(file)).check_returncode()
+        assert file.stat().st_size < whole.stat().st_size - sum(map(len, pictures))
+        for path in (home.store_dir / "media").iterdir():
+            if path.read_bytes() == pictures[1]:
+                path.write_bytes(bytes(len(pictures[1])))
+        said = run_towerctl(home, "export", "seen", "--force", "-o", str(file)).stdout
+        assert "Left out 1 picture or sound: damaged here" in said
+    file.write_bytes(whole.read_bytes()[:-1] + b"\0")
+    for name, more, told, kept in (
+        ("damaged", (), "Left out 1 picture or sound, damaged in the file", [pictures[0], None]),
+        ("off", ("--no-keep-media",), "1 picture or sound: the store has no room", [None, None]),
+    ):
+        with make_daemon(*flags, *more, name=name) as daemon:
+            done = run_towerctl(daemon, "import", str(file))
+            assert told in done.stdout, done.stderr
+            assert seen_files(daemon) == kept
+            assert daemon.get("/towerd/v1/sessions/seen?text=1")["text"] == text
+            n_files = len(list((daemon.store_dir / "media").glob("*")))
+            assert n_files == sum(each is not None for each in kept)
+            if name == "damaged":
+                run_towerctl(daemon, "import", str(whole)).check_returncode()
+                assert seen_files(daemon) == pictures
+
+
+def test_a_pulled_chat_continues_from_its_rows(
+    make_daemon: MakeDaemon, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The shared tier has no pictures: a file brings them, also where the chat is already."""
+    place, file = Place(f"file://{tmp_path}/bucket"), tmp_path / "seen.tower"
+    home = make_daemon(*flags, *place.flags(), name="home")
+    away = make_daemon(*flags, *place.flags(home.store_dir / "shared.key"), name="away")
+    with home, away:
+        body = {"messages": [look_at(1)], "temperature": 0, "max_tokens": N_PREDICT}
+        home.post("/v1/chat/completions", body, headers={"X-Towerd-Session": "seen"})
+        wait_until_written(home)
+        shared(home, "push", "seen")
+        assert shared(away, "pull", "seen")["rows"] > TOKENS_AN_IMAGE
+        assert seen_files(away) == [None]
+        run_towerctl(home, "export", "seen", "-o", str(file)).check_returncode()
+        asked = {"message": {"role": "user", "content": "And?"}, "max_tokens": 4}
+        away.post("/towerd/v1/sessions/seen/chat", asked)
+        assert counts(away) == (0, 0)
+        assert "Kept 1 picture or sound." in run_towerctl(away, "import", str(file)).stdout
+        assert seen_files(away) == [base64.b64decode(picture(1))]
+
+
+def test_a_file_that_is_too_large_says_what_to_do(make_daemon: MakeDaemon, tmp_path: Path) -> None:
+    """The refusal comes before all of it is sent."""
+    file = tmp_path / "seen.tower"
+    with make_daemon("--request-bytes-max", "4096") as daemon:
+        body = {"prompt": "Once", "n_predict": 4}
+        daemon.post("/completion", body, headers={"X-Towerd-Session": "seen"})
+        run_towerctl(daemon, "export", "seen", "-o", str(file)).check_returncode()
+        file.write_bytes(file.read_bytes() + bytes(4 << 20))
+        done = run_towerctl(daemon, "import", str(file))
+        assert "4096 bytes: import it with --no-media, or raise --request-bytes-max." in done.stderr
+        done = run_towerctl(daemon, "import", "--no-media", str(file))
+        assert done.stdout == "Session seen is here already; nothing was changed.\n"
 
 
 def test_what_is_kept_is_the_clients_to_say(

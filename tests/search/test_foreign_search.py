@@ -35,7 +35,7 @@ def exported(root: Path) -> list[bytes]:
             prompt = [*ids, *map(int, vocabulary.tokenize(text))]
             store.commit_turn(turn_of(prompt, [300, 301], session="chat"))
             ids = [*prompt, 300, 301]
-            files.append(export_session(store, model, "chat", None))
+            files.append(export_session(store, model, "chat", None).session)
     return files
 
 

@@ -12,7 +12,7 @@ from crash import killed_after
 from encrypted_stores import KINDS, key_of
 from store_tools import ROW_IDENTITY, turn_of
 
-from towerd.errors import DiskLimitReached
+from towerd.errors import DiskLimitReached, InvalidRequest
 from towerd.store import Store
 from towerd.store.sessions.media import FILE_BYTES_MAX, SentMedium
 
@@ -104,9 +104,23 @@ def test_a_deleted_session_takes_its_media(tmp_path: Path) -> None:
         store.delete_session("other")
         assert files(tmp_path) == []
         (tmp_path / "media" / "orphan").write_bytes(b"x" * 999)
-        assert store.gc().bytes_freed >= 999
+        assert store.verify().orphans == 1
+        would, nothing = store.gc(dry_run=True), store.gc(dry_run=True, quarantine_days=99)
+        assert (would.files, would.bytes_freed) == (nothing.files, nothing.bytes_freed) == (1, 999)
+        done = store.gc()
+        assert (done.files, done.bytes_freed) == (1, 999)
         assert files(tmp_path) == []
         assert store.verify().ok
+
+
+def test_what_fails_leaves_no_file(tmp_path: Path) -> None:
+    """One that another session has stays."""
+    with Store.open(tmp_path, ROW_IDENTITY) as store:
+        commit(store, [1], ONE)
+        session, bad = store.history("seen"), store.media.written([ONE, OTHER], "local")
+        with pytest.raises(InvalidRequest), bad as kept:
+            store.add_history(replace(session, id=f"{len(files(tmp_path))}\n"), "local", None, kept)
+        assert [path.read_bytes() for path in files(tmp_path)] == [ONE.file]
 
 
 def test_tenants_share_no_file(tmp_path: Path) -> None:
@@ -132,7 +146,8 @@ def test_what_is_damaged_is_told_and_kept_when_it_is_sent_again(tmp_path: Path) 
             (problem,) = store.verify().problems
             assert problem == f"media/{path.name}: a picture or sound is damaged or missing"
             if path.exists():
-                store.verify(repair=True)
+                assert store.verify(repair=True).quarantined == 1
+                assert (tmp_path / "quarantine" / path.name).exists()
             commit(store, [1, 4, 2], ONE)
             assert store.media.file(row_of(store), ONE.key) == ONE.file
             assert store.verify().ok

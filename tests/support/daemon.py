@@ -235,12 +235,13 @@ def run_towerd(root: Path, *flags: str, **env: str) -> subprocess.CompletedProce
     )
 
 
-def run_towerctl(daemon: Daemon, *args: str) -> subprocess.CompletedProcess[str]:
-    """`towerctl ARGS` on a daemon's store or socket, as a person would run it."""
+def run_towerctl(daemon: Daemon, *args: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """`towerctl ARGS` on a daemon's store or socket, as a person would run it. more: variables of its environment"""
     towerctl = str(Path(sys.executable).with_name("towerctl"))
     env = clean_env(daemon.root) | {
         "TOWERD_STORE_DIR": str(daemon.store_dir),
         "TOWERD_SOCKET": str(daemon.socket),
+        **more,
     }
     return subprocess.run(
         [towerctl, *args],

@@ -25,11 +25,7 @@ from towerd.store.files import durable
 from towerd.store.files.disk_limit import DiskLimit
 from towerd.store.files.writes import DailyWrites
 from towerd.store.maintenance.erase import erase
-from towerd.store.maintenance.footprint import (
-    Footprint,
-    session_footprints,
-    total_footprint,
-)
+from towerd.store.maintenance.footprint import Footprint, session_footprints, total_footprint
 from towerd.store.maintenance.replica import Replica
 from towerd.store.maintenance.space import TierCost, tier_cost
 from towerd.store.maintenance.verify import VerifyReport, problems, verify
@@ -45,7 +41,7 @@ from towerd.store.sessions.conversations import ResponseContext
 from towerd.store.sessions.deletions import Deletions, DeletionWatch
 from towerd.store.sessions.foreign import ForeignSessions
 from towerd.store.sessions.history import History, add_history, copy_history
-from towerd.store.sessions.media import MediaTable
+from towerd.store.sessions.media import KeptMedium, MediaTable, enter_media
 from towerd.store.sessions.responses import NewResponse, ResponseTable
 from towerd.store.sessions.sessions import SessionTable, session_page
 from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo, TurnResult
@@ -239,9 +235,8 @@ class Store:
     def insert(
         self, ids: Ids, scope: str, ends: Sequence[int], since: DeletionWatch | None = None
     ) -> list[Node]:
-        """Make a path for `ids[:ends[-1]]` with a node end at exactly each of `ends` (strictly
-        ascending, from 1 to len(ids)); returns its nodes. One durable transaction. Raises
-        SessionDeleted if `ids` are those of a session that was deleted `since`."""
+        """Make a path for `ids[:ends[-1]]` with a node end at exactly each of `ends` (strictly ascending, from 1 to len(ids));
+        returns its nodes. One durable transaction. Raises SessionDeleted if `ids` are a session's deleted `since`."""
         data = path_bytes(ids, ends)
         with self.state.locked():
             self._sessions.check_not_deleted(since, None, scope, data, self.state.tree)
@@ -392,7 +387,7 @@ class Store:
                 node_ends = growth.grow_turn(data, turn.scope, n_prompt, n_cached, turn.n_base)
                 session, is_new = self._sessions.enter(turn, known, growth.now)
                 turn_id = self._sessions.record(session, turn, known, node_ends, tail, growth.now)
-                self.media.enter(session.pk, media, growth.now)
+                enter_media(self.state.catalog, session.pk, media, growth.now)
             self.state.touch(node_ends[1])
         return TurnResult(session.id, node_ends[1], is_new, turn_id)
 
@@ -503,13 +498,18 @@ class Store:
             taken = copy_history(self._sessions, found, self.state.tree.nodes, self.bases)
         return taken.history()
 
-    def add_history(self, history: History, scope: str, since: DeletionWatch | None = None) -> int:
-        """Add the turns that the session with the history's id lacks, as branches if it continued otherwise here, in
-        one transaction; returns their number. Raises InvalidRequest for a bad name, and SessionDeleted if it was
-        deleted `since`."""
+    def add_history(
+        self,
+        history: History,
+        scope: str,
+        since: DeletionWatch | None = None,
+        media: Sequence[KeptMedium] = (),
+    ) -> int:
+        """Add the turns that the session with the history's id lacks, as branches if it continued otherwise here, and media,
+        in one transaction; returns how many. Raises InvalidRequest (a bad name), SessionDeleted (deleted `since`)."""
         with self.state.locked(), self.state.growing() as growth:
             self._sessions.check_not_deleted(since, history.id, scope)
-            return add_history(self.state, self._sessions, growth, history, scope)
+            return add_history(self.state, self._sessions, growth, history, scope, media)
 
     def rename_session(self, id: str, title: str, scope: str | None = None) -> SessionInfo:
         """Set a session's title. Raises as `session`, or InvalidRequest."""
@@ -558,7 +558,7 @@ class Store:
         with self.state.locked():
             report = collect(self.state, self.rows.bases, quarantine_days, dry_run=dry_run)
         if dry_run:
-            return report
+            return report.with_files(self.media.orphans())
         return erase(self.state, self.rows, self.vocabularies, self.media, report)
 
     def verify(

@@ -18,6 +18,9 @@ class Medium:
     def file(self) -> bytes | None:
         """What it is made of, as the client sent it; None where that is not known."""
     @property
+    def file_bytes(self) -> int:
+        """The size of that; 0 where it is not known."""
+    @property
     def file_id(self) -> int:
         """Tells media of the same file in one prompt."""
     @property

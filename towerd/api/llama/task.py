@@ -150,14 +150,23 @@ class Task:
 
     def bytes_to_claim(self) -> tuple[int, int]:
         """RAM for what the replies have beside their text: at first for as long ones as were asked for, or for
-        FIRST_TOKENS; later for twice as long ones each time. Bytes that are to be claimed beside those before, and bytes
-        that all of it takes while it is written."""
+        FIRST_TOKENS, and for the copies of pictures and sounds that the store gets; later for replies twice as long each
+        time. Bytes that are to be claimed beside those before, and bytes that all of it takes while it is written."""
         n, most = self._n_claimed, self._n_longest_max
         first = most if self.wire.n_predict >= 0 else FIRST_TOKENS
         self._n_claimed = min(2 * n or first, most)
         before = self.wire.reply_bytes(n)[0] if n else 0
         kept, written, self._bytes_of_token = self.wire.reply_bytes(self._n_claimed)
-        return kept - before, written
+        return kept - before + (0 if n else self._media_bytes), written
+
+    @property
+    def _media_bytes(self) -> int:
+        """Bytes of the files of its media that are kept, once for each choice: a turn is recorded with a copy of them."""
+        if not self._template.keeps_media:
+            return 0
+        media = (self.wire.media(prompt) for prompt in range(len(self._prompts)))
+        sizes = ({each.file_id: each.file_bytes for each in of_prompt} for of_prompt in media)
+        return self.wire.n_per_prompt * sum(sum(each.values()) for each in sizes)
 
     @property
     def _n_longest_max(self) -> int:

@@ -88,11 +88,11 @@ class Directory:
 
     def size(self, name: str) -> int:
         """Bytes of a segment file; 0 if it is not there."""
-        return _size(self.segments / name)
+        return file_size(self.segments / name)
 
     def leftovers(self, writing: Callable[[], Container[str]], days: float) -> int:
         """Bytes that `sweep_tmp` and `empty_quarantine` would free."""
-        return sum(_size(p) for p in (*self._halves(writing), *self._set_aside_before(days)))
+        return sum(file_size(p) for p in (*self._halves(writing), *self._set_aside_before(days)))
 
     def _halves(self, writing: Callable[[], Container[str]]) -> list[Path]:
         found = list(self.tmp.iterdir())
@@ -106,7 +106,8 @@ class Directory:
         return [path for path in self.quarantine.iterdir() if path.lstat().st_mtime <= oldest]
 
 
-def _size(path: Path) -> int:
+def file_size(path: Path) -> int:
+    """Bytes of a file; 0 if it is not there."""
     try:
         return path.lstat().st_size
     except OSError:

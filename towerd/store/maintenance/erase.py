@@ -43,7 +43,7 @@ def erase(
     media: MediaTable,
     report: GcReport,
 ) -> GcReport:
-    """Erase what a collection has left; returns its report with the bytes freed here as well. The
+    """Erase what a collection has left; returns its report with what was freed here as well. The
     lock is not held while files are written. Raises StoreError."""
     with state.lock:
         was_deleted = state.catalog.get_meta(DELETED_META) is not None
@@ -52,10 +52,14 @@ def erase(
         _cut_file(rows, file, was_deleted)
     with state.lock:
         freed = _erase_copies(state, vocabularies)
-    freed += media.sweep()
+    n_media, media_bytes = media.sweep()
     state.catalog.purge()
     rows.replaced.remove_all()
-    return replace(report, bytes_freed=report.bytes_freed + freed)
+    return replace(
+        report,
+        files=report.files + n_media,
+        bytes_freed=report.bytes_freed + freed + media_bytes,
+    )
 
 
 def _longer_files(state: StoreState, was_deleted: bool) -> list[SegmentFile]:

@@ -247,7 +247,7 @@ def verify(
     """Check the invariants, then every file of every row identity and every frozen session."""
     with state.catalog.paused(), state.lock:
         found = problems(state, keys=True) + state.catalog.journal_problems()
-        n_orphans = len(orphans(state)) + len(stray_checkpoints(state))
+        n_orphans = len(orphans(state)) + len(stray_checkpoints(state)) + len(media.orphans())
         n_segments = len(state.tree)
         n_sessions = int(state.catalog.rows("SELECT count(*) FROM sessions")[0][0])
         files = state.catalog.rows(
@@ -281,7 +281,8 @@ def verify(
         done += size
         if progress is not None:
             progress(done, total)
-    found += [*cold.damaged(), *media.check(repair=repair)]
+    damaged_media, n_media = media.check(repair=repair)
+    found += [*cold.damaged(), *damaged_media]
     if repair:
         found += _repair(state.catalog)
     return VerifyReport(
@@ -289,7 +290,7 @@ def verify(
         len(files) + len(states),
         done,
         n_sessions,
-        n_set_aside,
+        n_set_aside + n_media,
         len(states),
         n_orphans,
         tuple(found),

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
 from towerd.errors import DiskFull
 from towerd.store.catalog.catalog import Catalog
-from towerd.store.files.directory import remove_file
+from towerd.store.files.directory import file_size, remove_file
 from towerd.store.rows.checkpoints import stray_checkpoints
 from towerd.store.rows.uncatalogue import uncatalogue
 from towerd.store.segments.coded_format import bases_in
@@ -126,8 +127,13 @@ class GcReport:
     segments: int
     files: int
     bytes_freed: int
-    """Bytes of segment files, checkpoints, transform bases, orphans, temporary and quarantined files,
+    """Bytes of segment files, checkpoints, transform bases, media, orphans, temporary and quarantined files,
     without the catalog."""
+
+    def with_files(self, paths: Collection[Path]) -> GcReport:
+        """This, and files that are removed besides."""
+        n_bytes = self.bytes_freed + sum(file_size(path) for path in paths)
+        return replace(self, files=self.files + len(paths), bytes_freed=n_bytes)
 
 
 def collect(

@@ -7,7 +7,7 @@ when a client sends their text to another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,7 +16,7 @@ from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.sessions.deletions import Deletions, DeletionWatch
 from towerd.store.sessions.frozen import FrozenSession, damaged_session, read_coded
 from towerd.store.sessions.history import History, add_history, copy_history
-from towerd.store.sessions.media import MediaTable
+from towerd.store.sessions.media import KeptMedium, MediaTable
 from towerd.store.sessions.sessions import SessionRow, SessionTable
 from towerd.store.sessions.turn import SessionInfo, TurnInfo
 from towerd.store.state.state import StoreState, load_foreign
@@ -163,7 +163,12 @@ class ForeignSessions:
             return bytes(catalog.rows("SELECT digest FROM tokenizers WHERE id = ?", (pk,))[0][0])
 
     def add_history(
-        self, history: History, scope: str, digest: bytes, since: DeletionWatch | None = None
+        self,
+        history: History,
+        scope: str,
+        digest: bytes,
+        since: DeletionWatch | None = None,
+        media: Sequence[KeptMedium] = (),
     ) -> int:
         """Enter a history, or the turns that the session with its id lacks, under an entered
         tokenizer, in one transaction; returns how many turns were added. Raises InvalidRequest for a
@@ -175,7 +180,7 @@ class ForeignSessions:
             state, table = load_foreign(self._state, pk, digest), self._table(pk)
             table.check_not_deleted(since, history.id, scope)
             with state.growing() as growth:
-                return add_history(state, table, growth, history, scope)
+                return add_history(state, table, growth, history, scope, media)
 
     def rename(
         self, id: str, title: str, scope: str | None = None, tokenizer: str = ""

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from towerd.media_ids import spans_of, starts_of
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.sessions.bases import BaseTable
+from towerd.store.sessions.media import KeptMedium, enter_media, medium_key
 from towerd.store.sessions.sessions import SessionRow, SessionTable, check_name, tokens_lost
 from towerd.store.sessions.turn import PREFIX, Base, SessionInfo
 from towerd.store.state.state import Growth, StoreState
@@ -23,6 +25,8 @@ from towerd.store.tree.node import Node
 from towerd.store.tree.scope import public_of
 from towerd.tokens import ID_BYTES, Ids, common_prefix, ids_array
 
+MEDIA_MAX = 1 << 14
+"""Maximum number of media that a history is exported with; the store's lock is held while they are entered."""
 _TURN = (
     "id",
     "parent",
@@ -210,11 +214,17 @@ def visible_bases(bases: BaseTable, scope: str) -> list[Base]:
 
 
 def add_history(
-    state: StoreState, table: SessionTable, growth: Growth, history: History, scope: str
+    state: StoreState,
+    table: SessionTable,
+    growth: Growth,
+    history: History,
+    scope: str,
+    media: Sequence[KeptMedium] = (),
 ) -> int:
     """Enter a history, or the turns that the session with its id lacks: where they do not continue its current
     branch they are branches beside it, as after an edit. A turn that lost its tokens has them again. Returns how many
-    turns were added or had none. Runs under the lock, in a transaction that can grow the tree.
+    turns were added or had none. Runs under the lock, in a transaction that can grow the tree. media: those of it
+    whose files are kept
 
     Raises InvalidRequest for a bad name, SessionFrozen if the session's tokens are not here."""
     check_name(history.id)
@@ -223,6 +233,7 @@ def add_history(
         session = table.create(history.id, scope, history.named, history.created)
         table.catalog.run("UPDATE sessions SET title = ? WHERE pk = ?", (history.title, session.pk))
     table.check_thawed(session)
+    enter_media(state.catalog, session.pk, media, growth.now)
     known, turn_ids, n_added = _KnownTurns(state, session), list[int](), 0
     for place, turn in enumerate(history.turns):
         data = history.ids(place).tobytes()
@@ -279,6 +290,24 @@ class _KnownTurns:
         """The id of a turn with the same facts that lost its tokens, once."""
         ids = self._lost.get(_facts(turn))
         return ids.pop(0) if ids else None
+
+
+def media_keys(history: History) -> set[bytes]:
+    """The names of the pictures and sounds among a history's tokens, of MEDIA_MAX of them at least."""
+    found: set[bytes] = set()
+    for place, turn in enumerate(history.turns):
+        start = history.starts[place]
+        if not (history.stream[start : start + turn.n - turn.n_shared] < 0).any():
+            continue
+        ids = history.ids(place)
+        behind_text = np.flatnonzero(ids[: turn.n_shared] >= 0)[-1:]  # what is before is known
+        ids = ids[int(behind_text[0]) + 1 if len(behind_text) else 0 :]
+        starts = np.flatnonzero(starts_of(ids))
+        ids = ids[: starts[MEDIA_MAX]] if len(starts) > MEDIA_MAX else ids
+        found |= {medium_key(ids[start:end]) for start, end in spans_of(ids)}
+        if len(found) > MEDIA_MAX:
+            break
+    return found
 
 
 def _facts(turn: PastTurn) -> tuple[Any, ...]:

@@ -56,7 +56,7 @@ class KeptMedium:
 
 def medium_key(ids: Ids) -> bytes:
     """The name of the medium that these ids stand for, 16 bytes."""
-    return _digest(ids_bytes(ids))
+    return file_digest(ids_bytes(ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,13 @@ class MediaTable:
     def keys(self, session: int) -> set[bytes]:
         """The names of a session's media."""
         with self.state.locked():
-            return set(self._names(session))
+            return set(_names(self.state.catalog, session))
+
+    def entries(self, session: int) -> list[KeptMedium]:
+        """Where the files of a session's media are."""
+        with self.state.locked():
+            rows = self.state.catalog.sealed("media", "session = ? ORDER BY id", (session,))
+        return [_entry(row) for row in rows]
 
     def entry(self, session: int, key: bytes) -> KeptMedium | None:
         """Where a medium's file is; None: it is not kept."""
@@ -97,7 +103,7 @@ class MediaTable:
         """What was sent; None: it is damaged or gone."""
         with suppress(OSError, StateError):
             data = bytes(self.state.directory.files.read(self._path(entry.name)))
-            if _digest(data) == entry.digest:
+            if file_digest(data) == entry.digest:
                 return data
         return None
 
@@ -110,42 +116,25 @@ class MediaTable:
 
     @contextmanager
     def written(self, media: Sequence[SentMedium], scope: str) -> Iterator[list[KeptMedium]]:
-        """Write the files of a turn, durably, before its transaction: nothing removes them inside the block. What cannot be kept
-        is left out. scope: of its session."""
-        with ExitStack() as names:
-            of_digest: dict[bytes, str | None] = {}
-            found = []
-            for each in media:
-                if not 0 < len(each.file) <= FILE_BYTES_MAX:
-                    continue
-                digest = _digest(each.file)
-                if digest not in of_digest:
-                    of_digest[digest] = self._written(digest, each.file, scope, names)
-                if name := of_digest[digest]:
-                    found.append(KeptMedium(each.key, each.ordinal, name, digest, len(each.file)))
-            yield found
-
-    def enter(self, session: int, media: Sequence[KeptMedium], now: float) -> None:
-        """Enter the media of a turn, inside its transaction. What the session has of them under another name may be damaged,
-        and is replaced."""
-        catalog, known = self.state.catalog, self._names(session) if media else {}
-        for each in media:
-            if known.get(each.key) == each.name:
-                continue
-            if each.key in known:
-                which = session, each.key
-                catalog.run("DELETE FROM media WHERE session = ? AND key = ?", which)
-            known[each.key] = each.name
-            catalog.insert(
-                "media",
-                session=session,
-                key=each.key,
-                ordinal=each.ordinal,
-                name=each.name,
-                bytes=each.n_bytes,
-                digest=each.digest,
-                created=now,
-            )
+        """Write the files of turns, durably, before their transaction: nothing removes them inside the block, and if it fails
+        they do not stay. What cannot be kept is left out. scope: of their session."""
+        found: list[KeptMedium] = []
+        try:
+            with ExitStack() as names:
+                of_digest: dict[bytes, str | None] = {}
+                for each in media:
+                    if not 0 < len(each.file) <= FILE_BYTES_MAX:
+                        continue
+                    digest = file_digest(each.file)
+                    if digest not in of_digest:
+                        of_digest[digest] = self._written(digest, each.file, scope, names)
+                    if name := of_digest[digest]:
+                        kept = KeptMedium(each.key, each.ordinal, name, digest, len(each.file))
+                        found.append(kept)
+                yield found
+        except BaseException:
+            self._remove_unused({each.name for each in found})
+            raise
 
     # --- leaving --------------------------------------------------------------------------
 
@@ -153,13 +142,20 @@ class MediaTable:
     def leaving(self, session: int) -> Iterator[None]:
         """The session is deleted inside the block. Its files that no other one has are removed then."""
         with self.state.locked():
-            names = set(self._names(session).values())
+            names = set(_names(self.state.catalog, session).values())
         yield
         self._remove_unused(names)
 
-    def sweep(self) -> int:
-        """Delete the files that no session has; returns the bytes freed."""
-        return self._remove_unused(path.name for path in self._paths())
+    def orphans(self) -> list[Path]:
+        """The files that no session has."""
+        with suppress(FileNotFoundError):
+            return self._unused(path.name for path in self.state.directory.media.iterdir())
+        return []
+
+    def sweep(self) -> tuple[int, int]:
+        """Delete the files that no session has; returns how many, and the bytes freed."""
+        orphans = self.orphans()
+        return len(orphans), self._remove_unused(path.name for path in orphans)
 
     def trim(self, n_bytes: int) -> None:
         """Delete the oldest files, so many bytes at least."""
@@ -174,17 +170,19 @@ class MediaTable:
                 self.state.catalog.run("DELETE FROM media WHERE name = ?", (name,))
         self._remove_unused(gone)
 
-    def check(self, *, repair: bool) -> list[str]:
-        """What is damaged or missing, in sentences. repair: and is forgotten, so that it is kept when it is sent again."""
-        found = []
+    def check(self, *, repair: bool) -> tuple[list[str], int]:
+        """What is damaged or missing, in sentences. repair: and is forgotten, so that it is kept when it is sent again; how
+        many files were set aside."""
+        found, n_set_aside = [], 0
         with self.state.locked():
             rows = self.state.catalog.sealed("media", "1", ())
         for entry in {row["name"]: _entry(row) for row in rows}.values():
             if self.read(entry) is None and self._is_used(entry.name):
                 found.append(f"media/{entry.name}: a picture or sound is damaged or missing")
                 if repair:
+                    n_set_aside += self.state.directory.set_aside(self._path(entry.name))
                     self._forget(entry.name)
-        return found
+        return found, n_set_aside
 
     def _written(self, digest: bytes, data: bytes, scope: str, names: ExitStack) -> str | None:
         """The name of a file of this content, which stays as long as `names`; None: it cannot be kept."""
@@ -220,11 +218,6 @@ class MediaTable:
                 file.write(data, 0)
         of.writes.add("catalog", len(data))  # as all that a conversation consists of
 
-    def _names(self, session: int) -> dict[bytes, str]:
-        """The file of each medium of a session, by key."""
-        sql = "SELECT key, name FROM media WHERE session = ?"
-        return dict(self.state.catalog.rows(sql, (session,)))
-
     def _is_used(self, name: str) -> bool:
         with self.state.locked():
             return bool(self.state.catalog.rows("SELECT 1 FROM media WHERE name = ?", (name,)))
@@ -238,20 +231,43 @@ class MediaTable:
         """Remove those of these files that no session has; returns the bytes freed."""
         listed = list(names)
         with self.state.locked():
+            return sum(map(remove_file, self._unused(listed)))
+
+    def _unused(self, names: Iterable[str]) -> list[Path]:
+        """Those of these files that no session has."""
+        listed = list(names)
+        with self.state.locked():
             spared = {name for (name,) in self.state.catalog.rows("SELECT name FROM media")}
             spared |= set(
                 self.state.catalog.writing()
             )  # after the list, and before what it says is entered
-            unused = [self._path(name) for name in listed if name not in spared]
-            return sum(map(remove_file, unused))
+        return [self._path(name) for name in listed if name not in spared]
 
     def _path(self, name: str) -> Path:
         return self.state.directory.media / name
 
-    def _paths(self) -> list[Path]:
-        with suppress(FileNotFoundError):
-            return list(self.state.directory.media.iterdir())
-        return []
+
+def enter_media(catalog: Catalog, session: int, media: Sequence[KeptMedium], now: float) -> None:
+    """Enter the media of turns, inside their transaction. What the session has of them under another name may be damaged,
+    and is replaced."""
+    known = _names(catalog, session) if media else {}
+    for each in media:
+        if known.get(each.key) == each.name:
+            continue
+        if each.key in known:
+            which = session, each.key
+            catalog.run("DELETE FROM media WHERE session = ? AND key = ?", which)
+        known[each.key] = each.name
+        catalog.insert(
+            "media",
+            session=session,
+            key=each.key,
+            ordinal=each.ordinal,
+            name=each.name,
+            bytes=each.n_bytes,
+            digest=each.digest,
+            created=now,
+        )
 
 
 def forget_media(catalog: Catalog, session: int) -> None:
@@ -259,9 +275,15 @@ def forget_media(catalog: Catalog, session: int) -> None:
     catalog.run("DELETE FROM media WHERE session = ?", (session,))
 
 
+def _names(catalog: Catalog, session: int) -> dict[bytes, str]:
+    """The file of each medium of a session, by key."""
+    return dict(catalog.rows("SELECT key, name FROM media WHERE session = ?", (session,)))
+
+
 def _entry(row: dict[str, Any]) -> KeptMedium:
     return KeptMedium(row["key"], row["ordinal"], row["name"], row["digest"], row["bytes"])
 
 
-def _digest(data: bytes) -> bytes:
+def file_digest(data: bytes | memoryview) -> bytes:
+    """What tells files apart, 16 bytes."""
     return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()

@@ -200,6 +200,7 @@ void bind_media(nb::module_ & m) {
             }
             return nb::bytes(medium.file->data(), medium.file->size());
         })
+        .def_prop_ro("file_bytes", [](const Medium & medium) { return medium.file == nullptr ? 0 : medium.file->size(); })
         .def_prop_ro("file_id", [](const Medium & medium) { return reinterpret_cast<uintptr_t>(medium.file.get()); })
         .def_ro("ordinal", &Medium::ordinal);
     nb::class_<Encoded>(m, "Encoded");
