@@ -291,6 +291,8 @@ class ModelInfo:
     """Tags in GET /v1/models."""
     has_media: bool = False
     """Whether prompts may have pictures or sounds in them."""
+    gpu_bytes: int | None = None
+    """Bytes of the weights that lie in the memory of GPUs; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
