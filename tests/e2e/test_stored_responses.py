@@ -408,6 +408,10 @@ def cut_off(client: OpenAI, text: str, **fields: Any) -> tuple[str, str]:
     return id, read
 
 
+def ann_get(daemon: Daemon, path: str) -> Any:
+    return daemon.get(path, headers={"Authorization": "Bearer sk-ann"})
+
+
 def kept(client: OpenAI, id: str) -> Any:
     """A response, once it is kept."""
 
@@ -442,6 +446,10 @@ def test_a_response_that_was_cut_off_is_continued(
         cut: Any = ann.responses.retrieve(id)
         assert (cut.status, cut.store, cut.metadata) == ("incomplete", True, {"a": "b"})
         assert cut.output_text.startswith(read)
+        sessions = ann_get(daemon, "/towerd/v1/sessions")["sessions"]
+        chats = [ann_get(daemon, f"/towerd/v1/sessions/{each['id']}/chat") for each in sessions]
+        recorded = [each["messages"][-1]["parts"][-1]["text"] for each in chats]
+        assert cut.output_text.strip() in [text.strip() for text in recorded]
         items = said(ann.conversations.items.list(made.id, order="asc"))
         assert items[0] == "Tell me of a dog."
         assert items[1].startswith(words)

@@ -253,9 +253,8 @@ class Task:
             data = await self._end(index, finish)
         else:
             choice.ending = asyncio.create_task(self._end(index, finish))
-            data = await asyncio.shield(
-                choice.ending
-            )  # it is not kept by halves if the client leaves
+            # Shielded: what has begun to be kept is kept, also if the client leaves.
+            data = await asyncio.shield(choice.ending)
         choice.end(is_whole=True)
         return data
 
@@ -271,10 +270,10 @@ class Task:
             elif self.wire.stream:
                 await self._end(index, finish, is_cut_off=True)
         except TowerdError as error:
-            log.error("a response that was cut off was not kept", extra={"error": str(error)})
+            log.error("a response was not kept", extra={"error": str(error)})
 
     async def _end(self, index: int, finish: Finish, *, is_cut_off: bool = False) -> bytes:
-        """See `final`. is_cut_off: its client left; what it was told of is all there is."""
+        """See `final`. is_cut_off: its client left before all of it was written."""
         extra = b""
         if self.wire.stream:
             extra = encode({"towerd": towerd_json(finish)})
@@ -287,9 +286,9 @@ class Task:
         if pending is not None and not finish.ids:
             pending = await pending.without_tokens(self.session, self.scope)
             shown = encode({"store": pending.is_kept})
-        if is_cut_off:
+        if finish.stop == "cancelled":
             shown = encode({"status": "incomplete"})
-        ended = reply, slot, finish.n_cached, extra, shown
+        ended = reply, slot, finish.n_cached, extra, shown, is_cut_off
         data = await self._threads.call(0, self.writer.final, *ended)
         if pending is not None:
             since = None if self.began is None else self.began[1]
