@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 import requests
 from daemon import Daemon
+from gguf import GGUFReader
 from hub_server import hub_server
 from llama_wire import TEMPLATES
 from ollama import AsyncClient, ChatResponse, Client, ResponseError
@@ -243,7 +244,7 @@ def test_pictures(client: Client, served: Daemon) -> None:
     assert openai_text(served, [{"role": "user", "content": "What is this?"}]) != wanted
 
 
-def test_models(client: Client, served: Daemon) -> None:
+def test_models(client: Client, served: Daemon, request: pytest.FixtureRequest) -> None:
     """What is listed, runs and is shown is the one model, as its file says."""
     (listed,) = client.list().models
     assert listed.model == MODEL
@@ -251,8 +252,15 @@ def test_models(client: Client, served: Daemon) -> None:
     assert abs(listed.modified_at.timestamp() - bundled_model().stat().st_mtime) < 1
     assert listed.details is not None
     assert listed.details.family == "llama"
+    (said,) = served.get("/api/tags")["models"]
+    assert said["capabilities"] == client.show(MODEL).capabilities
+    trained = GGUFReader(bundled_model()).fields["llama.context_length"].contents()
+    lengths = {"context_length": trained, "embedding_length": N_EMBD_TEXT}
+    assert said["details"].items() >= lengths.items()
     (running,) = client.ps().models
     assert running.model == MODEL
+    is_known = "embedded" in request.node.name
+    assert running.size_vram == (0 if is_known else None), "there is no GPU here"
     assert running.digest == listed.digest
     n_ctx = served.get("/props")["default_generation_settings"]["n_ctx"]
     assert running.context_length == n_ctx

@@ -40,7 +40,7 @@ def test_looking_loads_no_model(make_router: MakeRouter) -> None:
         assert set(states(router).values()) == {"unloaded"}
         assert client.chat("tales:latest", HELLO, options=GREEDY).model == "tales:latest"
         (running,) = client.ps().models
-        assert running.model == "tales"
+        assert (running.model, running.size_vram) == ("tales", 0)
         shown = client.show("tales")
         assert shown.modelinfo is not None
         assert running.context_length == shown.modelinfo["llama.context_length"] != trained

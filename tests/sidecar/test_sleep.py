@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -123,6 +124,14 @@ def test_only_callers_wake_it(sleeper: Callable[..., tuple[Daemon, Path]]) -> No
     shown = daemon.post("/api/show", {"model": listed["name"]}, headers=ANN)
     assert shown["model_info"]["general.architecture"] == "llama"
     assert shown["template"] == daemon.get("/props", headers=ANN)["chat_template"]
+    for method, path, status in (
+        ("POST", "copy", 400),
+        ("DELETE", "delete", 400),
+        ("POST", "blobs/sha256:0", 400),
+        ("HEAD", "blobs/sha256:0", 404),
+    ):
+        asked: Any = {"headers": ANN, "json": {"model": "m"}, "timeout": 30}
+        assert requests.request(method, f"{url}/api/{path}", **asked).status_code == status
     assert daemon.get("/props", headers=ANN)["is_sleeping"] is True
     assert "is loaded again" not in daemon.log
     assert daemon.stop() == 0

@@ -212,7 +212,7 @@ print(messages[-1].content)
         env={
             "OPENAI_API_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "none", "WEBUI_AUTH": "False",
         },
-        remark="Tried with a tool in its own format, and asked over HTTP as its page does, including titles and tags. It runs on another port because its default, 8080, is towerd's.",
+        remark="Tried with a tool in its own format, and asked over HTTP as its page does, including titles and tags. Its Ollama connection works as well: set `OLLAMA_BASE_URL=http://127.0.0.1:8080` and `ENABLE_OPENAI_API=False` instead of the first two variables. Titles, tags and follow-up questions are asked beside a chat and do not disturb its rows. It runs on another port because its default, 8080, is towerd's.",
     ),
     Client(
         title="openai", registry="PyPI", package="openai", endpoint="/v1/chat/completions",

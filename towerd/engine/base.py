@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, TypeVar
@@ -92,6 +100,9 @@ class GenerateRequest:
     next_prompt: Callable[[], Awaitable[Ids | None]] | None = None
     """Waits until the reply is complete and returns the tokens that every next request of this chat
     begins with; empty or None if they are not known. Raises TowerdError. None: `ids` are no chat."""
+    keep_cut_off: Callable[[Finish], Coroutine[Any, Any, None]] | None = None
+    """Waits until the reply is over, and keeps it as far as it came if its client left before its end. Called with a
+    recorded turn; raises nothing. None: there is nothing to keep beside the turn."""
     workflow: str | None = None
     """The client's X-Towerd-Workflow."""
     agent: str | None = None
@@ -280,6 +291,8 @@ class ModelInfo:
     """Tags in GET /v1/models."""
     has_media: bool = False
     """Whether prompts may have pictures or sounds in them."""
+    gpu_bytes: int | None = None
+    """Bytes of the weights that lie in the memory of GPUs; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

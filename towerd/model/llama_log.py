@@ -73,13 +73,13 @@ def demoted_log() -> Iterator[None]:
         _mode.is_quiet = False
 
 
-def buffers_made(*, in_ram: bool = False) -> dict[str, int]:
+def buffers_made(*, in_ram: bool | None = None) -> dict[str, int]:
     """Bytes of the buffers that llama.cpp made since the last call, by its own names for them: `model`, `KV`
     and `RS` (recurrent states), `compute`, `output`. Its API does not tell, only its log. in_ram: of those in
-    main memory alone"""
+    main memory alone, or of those in other devices' memory alone; None: of all"""
     made: Counter[str] = Counter()
     for (is_in_ram, name), n_bytes in list(_buffer_bytes.items()):
-        made[name] += n_bytes if is_in_ram or not in_ram else 0
+        made[name] += n_bytes if in_ram in (None, is_in_ram) else 0
     _buffer_bytes.clear()
     return dict(made)
 

@@ -185,7 +185,9 @@ class Sessions:
                     self._answered(run.request, run.recording.result(), run.since)
 
     def _answered(self, request: GenerateRequest, finish: Finish, since: DeletionWatch) -> None:
-        """Begin what follows an answer in idle time."""
+        """Begin what follows an answer: what is kept of one that was cut off, and what is done in idle time."""
+        if request.keep_cut_off is not None and finish.ids:
+            self._later(request.keep_cut_off(finish))
         if self._anticipator is not None:
             self._anticipator.answered(request, finish)
         if self._reevaluator is not None:

@@ -52,8 +52,10 @@ QUIET_PATHS = frozenset(
     "/api/version /api/tags /api/ps".split()
 )
 """What is read of these neither wakes a model nor keeps it from sleeping."""
-QUIET_POSTS = ("/api/show",)
-"""Those that read with a POST."""
+QUIET_WRITES = ("/api/show", "/api/create", "/api/copy", "/api/delete", "/api/push")
+"""Those that read with a POST, or are always refused."""
+BLOBS = "/api/blobs/"
+"""What is always refused below it."""
 HEADERS_EXPOSED = "X-Towerd-Reuse, X-Towerd-Session"
 
 
@@ -149,11 +151,7 @@ async def awake(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Load a model that sleeps, for a request that needs it, and keep it until that has ended."""
     gate = request.app[GATE]
     is_known = request.match_info.http_exception is None
-    if request.method in ("GET", "HEAD"):
-        is_quiet = request.path in QUIET_PATHS or is_health(request)
-    else:
-        is_quiet = request.method == "POST" and request.path in QUIET_POSTS
-    if is_quiet:
+    if _is_quiet(request):
         with gate.read():
             return await handler(request)
     if not is_known or TENANT not in request or is_served_always(request):
@@ -168,6 +166,15 @@ async def awake(request: web.Request, handler: Handler) -> web.StreamResponse:
         if response.status < 400:
             _keep_alive(request, number)
         return response
+
+
+def _is_quiet(request: web.Request) -> bool:
+    """Whether a request only reads what is known of a model that sleeps, or is refused whatever there is."""
+    if request.method in ("GET", "HEAD"):
+        is_read = request.path in QUIET_PATHS or is_health(request)
+    else:
+        is_read = request.path in QUIET_WRITES
+    return is_read or request.path.startswith(BLOBS)
 
 
 def _keep_alive(request: web.Request, number: int) -> None:

@@ -91,6 +91,7 @@ def models_json(engine: Engine) -> dict[str, Any]:
                     "n_params": info.n_params,
                     "size": info.size_bytes,
                     "ftype": ftype(info),
+                    "towerd": {"gpu_bytes": info.gpu_bytes},
                 },
             }
         ],

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,7 +31,7 @@ from towerd.engine.base import (
     Reuse,
     Started,
 )
-from towerd.errors import ContextExceeded, InvalidRequest, NotSupported
+from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError
 from towerd.settings.config import RETENTION_SCOPES, RETENTIONS, UNBOUNDED, Config
 from towerd.tokens import Ids
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is li
     from towerd.store import Store
     from towerd.store.sessions.deletions import DeletionWatch
     from towerd.wire import Endpoint, Medium, Model, Reply, Request, WireThreads, Writer
+
+log = logging.getLogger(__name__)
 
 WRITE_S_MAX = 1e-3
 """Once an event took longer than this to write, later ones are written off the event loop."""
@@ -68,6 +72,8 @@ class TaskChoice:
         """From a parsed request to its first token; None before it."""
         self.n_tokens = 0
         """Tokens of the reply so far."""
+        self.ending: asyncio.Task[bytes] | None = None
+        """Writes the end of a response and keeps it; None before, and of other endpoints."""
         self._threads = threads
         self._request = request
         self._writer = writer
@@ -98,10 +104,14 @@ class TaskChoice:
             self._is_whole = is_whole
             self._is_over.set()
 
+    async def over(self) -> bool:
+        """Wait until no more of the reply comes. Returns whether all of it came."""
+        await self._is_over.wait()
+        return self._is_whole
+
     async def next_prompt(self) -> Ids | None:
         """See `GenerateRequest.next_prompt`."""
-        await self._is_over.wait()
-        return await self._threads.call(0, self._next_prompt) if self._is_whole else None
+        return await self._threads.call(0, self._next_prompt) if await self.over() else None
 
     def _next_prompt(self) -> Ids:
         return self._request.next_prompt(self._writer.message(self._index))
@@ -228,6 +238,7 @@ class Task:
             media=self.wire.media(prompt),
             reply=choice.reply,
             next_prompt=choice.next_prompt,
+            keep_cut_off=None if self._pending is None else partial(self._keep_cut_off, index),
         )
 
     async def events(self, index: int, event: Event) -> bytes:
@@ -246,6 +257,32 @@ class Task:
         kept before.
 
         Raises TowerdError."""
+        choice = self.choices[index]
+        if self._pending is None:
+            data = await self._end(index, finish)
+        else:
+            choice.ending = asyncio.create_task(self._end(index, finish))
+            # Shielded: what has begun to be kept is kept, also if the client leaves.
+            data = await asyncio.shield(choice.ending)
+        choice.end(is_whole=True)
+        return data
+
+    async def _keep_cut_off(self, index: int, finish: Finish) -> None:
+        """See `GenerateRequest.keep_cut_off`. The client of a stream knows the response's id, and may continue it; one
+        that waited for a whole reply knows nothing of it, and asks again."""
+        choice = self.choices[index]
+        if await choice.over():
+            return
+        try:
+            if choice.ending is not None:
+                await choice.ending
+            elif self.wire.stream:
+                await self._end(index, finish, is_cut_off=True)
+        except TowerdError as error:
+            log.error("a response was not kept", extra={"error": str(error)})
+
+    async def _end(self, index: int, finish: Finish, *, is_cut_off: bool = False) -> bytes:
+        """See `final`. is_cut_off: its client left before all of it was written."""
         extra = b""
         if self.wire.stream:
             extra = encode({"towerd": towerd_json(finish)})
@@ -258,12 +295,13 @@ class Task:
         if pending is not None and not finish.ids:
             pending = await pending.without_tokens(self.session, self.scope)
             shown = encode({"store": pending.is_kept})
-        ended = reply, slot, finish.n_cached, extra, shown
+        if finish.stop == "cancelled":
+            shown = encode({"status": "incomplete"})
+        ended = reply, slot, finish.n_cached, extra, shown, is_cut_off
         data = await self._threads.call(0, self.writer.final, *ended)
         if pending is not None:
             since = None if self.began is None else self.began[1]
             await pending.answered(self.writer.response(index), finish, self.scope, since)
-        choice.end(is_whole=True)
         return data
 
     async def end_reasoning(self) -> bool:

@@ -44,14 +44,23 @@ class DescribedModel:
     """The context that it is served with; 0: it is not loaded."""
     template: str = ""
     has_pictures: bool = False
+    gpu_bytes: int | None = None
+    """Of its weights in the memory of GPUs; None: not known."""
 
     def listed(self) -> dict[str, Any]:
-        """An entry of /api/tags."""
+        """An entry of /api/tags. Its lengths are those that the model was made with."""
+        entry = self._entry() | {"modified_at": rfc3339(self.modified_s)}
+        for name in ("context_length", "embedding_length"):
+            if length := self.keys.get(f"{self.arch}.{name}"):
+                entry["details"][name] = length
+        return entry | ({"capabilities": self.capabilities()} if self.keys else {})
+
+    def _entry(self) -> dict[str, Any]:
+        """What /api/tags and /api/ps say alike."""
         said = f"{self.name} {self.size_bytes} {self.modified_s}"
         return {
             "name": self.name,
             "model": self.name,
-            "modified_at": rfc3339(self.modified_s),
             "size": self.size_bytes,
             "digest": hashlib.sha256(said.encode()).hexdigest(),
             "details": self.details(),
@@ -59,9 +68,10 @@ class DescribedModel:
 
     def running(self, expires_s: float) -> dict[str, Any]:
         """An entry of /api/ps. expires_s: when it will be unloaded, Unix time."""
-        entry = self.listed()
-        del entry["modified_at"]
-        return entry | {"expires_at": rfc3339(expires_s), "context_length": self.n_ctx}
+        entry = self._entry() | {"expires_at": rfc3339(expires_s), "context_length": self.n_ctx}
+        if self.gpu_bytes is not None:  # 0 is for Ollama's programs that all of it is in RAM
+            entry["size_vram"] = min(self.gpu_bytes, self.size_bytes)
+        return entry
 
     def shown(self) -> dict[str, Any]:
         """The reply of /api/show. What a client may ask for is the context that there is: `num_ctx` changes
@@ -125,6 +135,7 @@ def of_info(info: ModelInfo, n_ctx: int, template: str) -> DescribedModel:
         n_ctx,
         template,
         info.has_media,
+        info.gpu_bytes,
     )
 
 

@@ -21,7 +21,7 @@ from towerd.api.ollama.asked import asked_of
 from towerd.api.ollama.description import DescribedModel, of_info
 from towerd.api.ollama.pull import post_pull
 from towerd.engine.base import Engine
-from towerd.errors import NotSupported
+from towerd.errors import NotFound, NotSupported
 
 Json: TypeAlias = dict[str, Any]
 
@@ -35,6 +35,7 @@ UNSERVED: tuple[tuple[str, str], ...] = (
     ("DELETE", "/api/delete"),
     ("POST", "/api/push"),
     ("POST", "/api/blobs/{digest}"),
+    ("HEAD", "/api/blobs/{digest}"),
 )
 """(method, path) of what is refused."""
 
@@ -70,10 +71,12 @@ async def post_show(request: web.Request) -> web.Response:
 
 
 async def refuse(request: web.Request) -> web.StreamResponse:
-    """Always raises NotSupported."""
+    """Always raises NotSupported, or NotFound for a blob that is asked for: there are none."""
+    if request.method == "HEAD":
+        raise NotFound("There are no blobs: models are GGUF files")
     raise NotSupported(
         f"{request.method} {request.path} is not supported: models are GGUF files, which are put in place, "
-        "copied and deleted as files"
+        "copied and deleted as files. `towerd models get` fetches one, as POST /api/pull does"
     )
 
 

@@ -94,13 +94,14 @@ post_pull = pulling(_is_found, _look_again)
 
 
 def _described(model: RoutedModel) -> DescribedModel:
-    entry, n_ctx = model.entry, 0
+    entry, n_ctx, gpu_bytes = model.entry, 0, None
     if model.state is State.LOADED:
         meta: dict[str, Any] = model.info.get("meta") or {}
         n_ctx = int(meta.get("n_ctx") or 0)
+        gpu_bytes = (meta.get("towerd") or {}).get("gpu_bytes")
     has_pictures = entry.projector is not None
     found = of_file(entry.name, entry.path, n_ctx=n_ctx, has_pictures=has_pictures)
-    return replace(found, size_bytes=entry.file_bytes())
+    return replace(found, size_bytes=entry.file_bytes(), gpu_bytes=gpu_bytes)
 
 
 def _expires_s(model: RoutedModel) -> float:

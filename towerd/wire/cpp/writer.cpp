@@ -122,7 +122,7 @@ std::string Writer::progress(size_t choice, int32_t total, int32_t cached, int32
 }
 
 std::string Writer::final(Reply & reply, int id_slot, int32_t n_cached, const std::string & extra,
-                          const std::string & shown) {
+                          const std::string & shown, bool is_cut_off) {
     return answering(ERROR_TYPE_SERVER, [&] {
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto &                      params = request_->params();
@@ -132,6 +132,10 @@ std::string Writer::final(Reply & reply, int id_slot, int32_t n_cached, const st
         server_task_result_cmpl_final result;
         describe(result, reply.choice());
         reply.fill(result);
+        if (is_cut_off) {
+            const std::string text = reply.text();
+            result.content = text.substr(std::min(text.size(), states_.at(reply.choice()).generated_text.size()));
+        }
         check_depth(reply.choice(), result.content);
         result.id_slot           = id_slot;
         result.n_tokens_cached   = n_cached;

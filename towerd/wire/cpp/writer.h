@@ -24,9 +24,10 @@ public:
     std::string progress(size_t choice, int32_t total, int32_t cached, int32_t processed, int64_t time_ms);
     // The events that close one choice of a stream; without streaming the whole reply, once every choice has ended.
     // `extra`: a JSON object whose fields are added to the reply, or to the last event of a stream. `shown`: empty, or a
-    // JSON object whose fields replace those that are shown in this choice's response.
+    // JSON object whose fields replace those that are shown in this choice's response. `is_cut_off`: of a stream that
+    // its client left, tokens may not have been written by `partial`; their text is added.
     std::string final(Reply & reply, int id_slot, int32_t n_cached, const std::string & extra,
-                      const std::string & shown = "");
+                      const std::string & shown = "", bool is_cut_off = false);
     // The object of a choice's response, which has ended, of /v1/responses.
     std::string response(size_t choice) const;
     // The bytes after the last choice of a stream.

@@ -137,7 +137,9 @@ def load_core(config: Config, catalog: Catalog, ram: RamLimit | None = None) -> 
         may_exceed = config.mmap and config.has_container_limit
         check_weights(parts_of(path), config, ram, may_exceed=may_exceed)
     before = own_bytes()
+    buffers_made()  # those of other models
     model = LlamaModel(path, config)
+    gpu_bytes = buffers_made(in_ram=False).get("model", 0)
     projector: Projector | None = None
     try:
         projector = on_short_lived_thread(lambda: open_projector(model, config, catalog))
@@ -151,7 +153,7 @@ def load_core(config: Config, catalog: Catalog, ram: RamLimit | None = None) -> 
     try:
         vocab = Vocab(model.ptr)
         memory = on_short_lived_thread(lambda: _probe(context, model))
-        info = _info(model, vocab, config, memory, catalog)
+        info = replace(_info(model, vocab, config, memory, catalog), gpu_bytes=gpu_bytes)
         if projector is not None:
             check_projector(projector, config, memory)
             info = replace(info, has_media=True)
