@@ -195,9 +195,10 @@ def _import_foreign(
         raise _needs_its_model(file, model)
     digest = store.foreign.enter(source.tokenizer)
     words = KnownWords(file.words, source.vocabulary, source.tokenizer, source.name)
-    store.vocabularies.add_words(digest, scope, words)  # first: what is listed can be read
-    added = store.foreign.add_history(file.history, scope, digest, since)
-    store.vocabularies.add_words(digest, scope, words)  # unless a gc thought that nothing uses them
+    store.vocabularies.add_words(digest, scope, words)  # before the lock is held
+    with store.locked():  # a gc in between would take the words for those of deleted chats
+        store.vocabularies.add_words(digest, scope, words)  # first: what is listed can be read
+        added = store.foreign.add_history(file.history, scope, digest, since)
     info = store.foreign.session(file.history.id, scope, digest.hex()).info
     return _imported(info, added, replace(file.history, bases=()), set())
 

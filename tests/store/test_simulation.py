@@ -18,11 +18,14 @@ from simulate import simulate
 from towerd.sessions.recorder import TurnRecorder
 from towerd.store import Store, Turn
 from towerd.store.catalog import database
+from towerd.store.catalog.vocabularies import Vocabularies
 from towerd.store.files import durable
 from towerd.store.rows import rows
+from towerd.store.sessions.media import MediaTable
 from towerd.store.state.state import StoreState
 from towerd.tiers.manager import Tiers
 from towerd.tiers.ranking import Ranking
+from towerd.tiers.writer import RowsWriter
 
 SEEDS = 50
 PLANTED_SEEDS = 200
@@ -244,7 +247,38 @@ def turn_left_to_another_thread(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TurnRecorder, "record", record_soon)
 
 
+def rows_that_a_flush_forgets(patch: pytest.MonkeyPatch) -> None:
+    """The rows of one segment stay in RAM, and are taken for written."""
+    write: Callable[..., None] = RowsWriter.write_remaining
+
+    def all_but_one(self: RowsWriter) -> None:
+        if self.unwritten:
+            self.unwritten.discard(min(self.unwritten))
+        write(self)
+
+    patch.setattr(RowsWriter, "write_remaining", all_but_one)
+
+
+def words_that_gc_leaves(patch: pytest.MonkeyPatch) -> None:
+    """Of a tokenizer that was never served, those that deleted chats alone have said."""
+    patch.setattr(Vocabularies, "keep_words", lambda *_: None)
+
+
+def media_that_gc_leaves(patch: pytest.MonkeyPatch) -> None:
+    """Files of deleted sessions, beside the catalog."""
+
+    @contextmanager
+    def leaving(self: MediaTable, session: int) -> Iterator[None]:
+        yield
+
+    patch.setattr(MediaTable, "leaving", leaving)
+    patch.setattr(MediaTable, "sweep", lambda self: 0)
+
+
 PLANTED_AMONG_THREADS = (
+    rows_that_a_flush_forgets,
+    words_that_gc_leaves,
+    media_that_gc_leaves,
     preempted_job,
     no_lock_around_a_split,
     lost_wake_up,

@@ -12,12 +12,13 @@ from typing import Any
 from unittest.mock import patch
 
 from house_client import CROWDED, KINDS, N_KINDS, NO_LIMIT, Client
-from house_watch import Marks, pins_watched
+from house_foreign import Words, foreign_in
+from house_watch import LostRows, Marks, pins_watched
 from scheduler import Scheduler, ThreadDied
 from simulated_disk import PowerLost, SimulatedDisk
 from simulated_sqlite import connections_guarded
-from simulated_threads import threads_on
-from simulation import codec, edges_on, found_in
+from simulated_threads import file_locks_on, threads_on
+from simulation import Tokens, codec, edges_on, found_in
 from store_tools import LAYOUT, ROW_IDENTITY, check_rows
 from told import Made, Told
 
@@ -118,6 +119,11 @@ class House:
         self.now = 1e9
         self.told = Told()
         self.marks = Marks()
+        self.words = Words()
+        self.lost = LostRows()
+        """In this life."""
+        self.kept: set[Tokens] = set()
+        """Paths whose last segments have rows that nothing may take away until the next life begins."""
         self.operations: list[str] = []
         self.turns: list[str] = []
         """The threads in the order in which they ran."""
@@ -160,6 +166,7 @@ class House:
                 threads_on(self.scheduler) as self.pool,
                 edges_on(self.disk, rng, self.clock),
                 connections_guarded(),
+                file_locks_on(self.scheduler),
                 heard_by(complaints),
                 pins_watched(self),
             ):
@@ -205,6 +212,7 @@ class House:
             CROWDED if self.is_crowded else frozenset(self.rng.sample(sorted(KINDS), N_KINDS))
         )
         self.deleted, self.deleting, self.n_steps = [], {}, 0
+        self.lost = LostRows()
 
     def _live(self, n_clients: int) -> None:
         self._draw_kinds()
@@ -264,10 +272,13 @@ class House:
     # --- what it must have ----------------------------------------------------------------
 
     def _check(self, store: Store) -> None:
-        found = found_in(store).each()
+        said = found_in(store)
+        found = said.each() | foreign_in(store)
         wrong = self.told.wrong(found, ignored="title")
         assert not wrong, "\n".join(wrong)
         self.told.settle(found)
+        assert self.kept <= said.written, f"rows are gone of {self.kept - said.written}"
+        self.kept = set()
         for node in store.nodes():
             check_rows(store, node)
         problems = store.verify().problems
@@ -283,8 +294,10 @@ class House:
         store = self.store
         if not self.disk.n_refused:  # it may have let files go before the catalog heard of it
             self.tiers.check_integrity()
-        wrong = self.told.wrong(found_in(store).each(), ignored="title")
+        wrong = self.told.wrong(found_in(store).each() | foreign_in(store), ignored="title")
         assert not wrong, "\n".join(wrong)
+        if max(store.writes.budget, store.disk.bytes_max) == 0:
+            self.lost.check_written(store)
         with store.locked():
             nodes, files = store.nodes(), store.files()
             hot = sum(node.hot.nbytes for node in nodes if node.hot is not None)
@@ -304,3 +317,5 @@ class House:
             assert n_steps == self.n_steps, (
                 f"{n_steps} steps of workflows, {self.n_steps} asked for"
             )
+        if self.has_room:
+            self.kept = found_in(store).written

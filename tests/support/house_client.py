@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from format_oracle import converted
+from house_foreign import ForeignChats
 from simulated_disk import PowerLost
 from simulated_threads import done_without_loop
 from simulation import SCOPE, Tokens, codec, medium_name, path_ids
@@ -48,7 +49,7 @@ NOT_NOW = (SessionBusy, NotFound, SessionFrozen, InvalidRequest)
 """What other clients may cause."""
 KINDS = frozenset(
     "prompt read running search look verify state resume delete rename respond forget freeze copy thaw flush"
-    " collect pin base give".split()
+    " collect pin base give foreign".split()
 )
 CROWDED = frozenset(("delete", "freeze", "respond"))
 """Where every client has SHARED alone."""
@@ -75,6 +76,7 @@ class Client:
         self.house, self.name, self.rng = house, name, rng
         self._own = () if house.is_crowded else (f"{name}1", f"{name}2")
         self._names = (*self._own, *([SHARED] if house.is_crowded or name in "ab" else []))
+        self._chats = ForeignChats(name, SCOPE, rng, house, self._told)
         self._handed: dict[str, Ids] = {}
         """What has rows of each session, in RAM or on disk."""
 
@@ -112,7 +114,7 @@ class Client:
         ]
         states: list[Step] = [self._verify, self._state, self._state, self._resume]
         sessions: list[Step] = [self._delete, self._rename, self._respond, self._forget]
-        cold: list[Step] = [self._freeze, self._copy, self._thaw]
+        cold: list[Step] = [self._freeze, self._copy, self._thaw, self._foreign]
         tiers: list[Step] = [
             self._flush,
             self._collect,
@@ -410,6 +412,10 @@ class Client:
         if self._known(name) is not None:
             with self._told({}, *NOT_NOW):
                 thaw(self.house.store, codec(), name)
+
+    def _foreign(self) -> None:
+        """Chats of another tokenizer."""
+        self.rng.choice((self._chats.bring, self._chats.read, self._chats.leave))()
 
     # --- rows -----------------------------------------------------------------------------
 
