@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from encrypted_stores import encrypt
 from house_client import CROWDED, KINDS, N_KINDS, NO_LIMIT, Client
 from house_foreign import Words, foreign_in
 from house_watch import LostRows, Marks, pins_watched
@@ -32,6 +33,8 @@ from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.manager import Tiers
 
 LIVES = 3
+ENCRYPTED_SHARE = 0.2
+"""Of the stores."""
 _WARM_BYTES = (40_000, 120_000, NO_LIMIT)
 _HOT_BYTES = (20_000, 60_000, NO_LIMIT)
 _FORMATS = ("q4h", "q6", "q8")
@@ -138,6 +141,7 @@ class House:
         """What the deletions of a session that are under way take."""
         self.n_steps = 0
         """Turns of workflows in this life."""
+        self.is_encrypted = self.rng.random() < ENCRYPTED_SHARE
         codec()
 
     def clock(self) -> float:
@@ -151,6 +155,8 @@ class House:
         root = self.folder / "0"
         root.mkdir()
         prepare(root)
+        if self.is_encrypted:
+            encrypt(root)
         complaints = Complaints(self)
         for life in range(LIVES + 1):
             is_last = life == LIVES
