@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from encrypted_stores import KINDS
 from house import House
+from house_tenants import GUEST
 from programs import run_python
 from simulate import simulate
 
@@ -20,7 +21,9 @@ from towerd.store import Store, Turn
 from towerd.store.catalog import database
 from towerd.store.catalog.vocabularies import Vocabularies
 from towerd.store.files import durable
+from towerd.store.maintenance import forget
 from towerd.store.rows import rows
+from towerd.store.sessions import media
 from towerd.store.sessions.media import MediaTable
 from towerd.store.state.state import StoreState
 from towerd.tiers.manager import Tiers
@@ -275,7 +278,19 @@ def media_that_gc_leaves(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MediaTable, "sweep", lambda self: 0)
 
 
+def a_tenant_forgotten_with_the_others(patch: pytest.MonkeyPatch) -> None:
+    """What is forgotten of a tenant is that of all."""
+    patch.setattr(forget, "tenant_of", lambda scope: GUEST)
+
+
+def media_that_tenants_share(patch: pytest.MonkeyPatch) -> None:
+    """Who sends a picture that another tenant has sent can tell, by how much the disk has."""
+    patch.setattr(media, "tenant_of", lambda scope: "")
+
+
 PLANTED_AMONG_THREADS = (
+    a_tenant_forgotten_with_the_others,
+    media_that_tenants_share,
     rows_that_a_flush_forgets,
     words_that_gc_leaves,
     media_that_gc_leaves,

@@ -78,7 +78,7 @@ class LostRows:
     def has(self, node: Node) -> bool:
         """Whether a segment, or one that it was split from, is one of them."""
         ids = path_ids(node)
-        return any(p0 <= node.p0 and lost[: node.p1] == ids for p0, lost in self._lost)
+        return any(p0 <= node.p0 and lost[: len(ids)] == ids for p0, lost in self._lost)
 
     def check_written(self, store: Store) -> None:
         """After a flush for which there is room, all rows in RAM are in files as well. Nothing else runs."""
