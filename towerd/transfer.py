@@ -280,11 +280,13 @@ def _import_foreign(
         raise _needs_its_model(file, model)
     digest = store.foreign.enter(source.tokenizer)
     words = KnownWords(file.words, source.vocabulary, source.tokenizer, source.name)
-    store.vocabularies.add_words(digest, scope, words)  # first: what is listed can be read
+    store.vocabularies.add_words(digest, scope, words)  # before the lock is held
     sent = _sent(file, file.history) if keeps_media else []
-    with store.media.written(sent, scope) as media:
+    with store.media.written(sent, scope) as media, store.locked():
+        # Again: a gc in between would take the words for those of deleted chats.
+        store.vocabularies.add_words(digest, scope, words)  # first: what is listed can be read
         added = store.foreign.add_history(file.history, scope, digest, since, media)
-    store.vocabularies.add_words(digest, scope, words)  # unless a gc thought that nothing uses them
+    store.vocabularies.add_words(digest, scope, words)  # unless another process's gc came between
     info = store.foreign.session(file.history.id, scope, digest.hex()).info
     found = _imported(info, added, replace(file.history, bases=()), set())
     return found | {"media": _media_counts(file, len(media))}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +17,7 @@ from scheduler import Scheduler
 from simulated_channels import ChannelOwner, Channels, ProcessDied, channels_on
 from simulated_disk import PowerLost
 from simulated_sqlite import connections_guarded
-from simulated_threads import threads_on
+from simulated_threads import file_locks_on, threads_on
 from simulation import SCOPE, Tokens, edges_on, found_in
 from store_tools import ROW_IDENTITY, check_rows, ids_of, make_hot, turn_of
 from told import Said, Told
@@ -232,17 +230,6 @@ class BrokerHouse:
         process = self.processes.get(self.scheduler.running.name)
         return 1 if process is None else process.pid
 
-    def _flock(self, real: Callable[[int, int], None], fd: int, operation: int) -> None:
-        """As `fcntl.flock`: others run while it waits."""
-        while True:
-            try:
-                real(fd, operation | (operation & fcntl.LOCK_EX and fcntl.LOCK_NB))
-                return
-            except BlockingIOError:
-                if operation & fcntl.LOCK_NB:
-                    raise
-                self.scheduler.block(0.5)
-
     def check_alive(self) -> None:
         """Raises ProcessDied in a thread of a process that was killed."""
         process = self.processes.get(self.scheduler.running.name)
@@ -267,7 +254,7 @@ class BrokerHouse:
                 edges_on(self.disk, rng, self.clock),
                 channels_on(self.channels),
                 patch.object(os, "getpid", self.pid),
-                patch.object(fcntl, "flock", partial(self._flock, fcntl.flock)),
+                file_locks_on(self.scheduler),
                 connections_guarded(),
             ):
                 self._lived()

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 import random
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from encrypted_stores import encrypt
 from house_client import CROWDED, KINDS, N_KINDS, NO_LIMIT, Client
-from house_watch import Marks, pins_watched
+from house_foreign import Words, foreign_in
+from house_tenants import GUEST, check_apart, forget_guest
+from house_watch import LostRows, Marks, pins_watched
 from scheduler import Scheduler, ThreadDied
 from simulated_disk import PowerLost, SimulatedDisk
 from simulated_sqlite import connections_guarded
-from simulated_threads import threads_on
-from simulation import codec, edges_on, found_in
+from simulated_threads import file_locks_on, threads_on
+from simulation import SCOPE, Tokens, codec, edges_on, found_in
 from store_tools import LAYOUT, ROW_IDENTITY, check_rows
 from told import Made, Told
 
@@ -31,6 +36,10 @@ from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.manager import Tiers
 
 LIVES = 3
+GUESTS_SHARE = 0.4
+"""Of the lives in which two of the clients are of another tenant."""
+ENCRYPTED_SHARE = 0.2
+"""Of the stores."""
 _WARM_BYTES = (40_000, 120_000, NO_LIMIT)
 _HOT_BYTES = (20_000, 60_000, NO_LIMIT)
 _FORMATS = ("q4h", "q6", "q8")
@@ -106,6 +115,15 @@ def heard_by(handler: logging.Handler) -> Iterator[None]:
         logging.disable(level)
 
 
+@cache
+def _open_encrypted() -> None:
+    """What is imported for the first one may make locks, which are not to be a life's."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "store"
+        encrypt(root)
+        Store.open(root, ROW_IDENTITY).close()
+
+
 class House:
     """The lives of one store with all that works on it. Each ends with a power cut or a clean stop."""
 
@@ -118,6 +136,11 @@ class House:
         self.now = 1e9
         self.told = Told()
         self.marks = Marks()
+        self.words = Words()
+        self.lost = LostRows()
+        """In this life."""
+        self.kept: set[Tokens] = set()
+        """Paths whose last segments have rows that nothing may take away until the next life begins."""
         self.operations: list[str] = []
         self.turns: list[str] = []
         """The threads in the order in which they ran."""
@@ -132,6 +155,9 @@ class House:
         """What the deletions of a session that are under way take."""
         self.n_steps = 0
         """Turns of workflows in this life."""
+        self.is_encrypted = self.rng.random() < ENCRYPTED_SHARE
+        if self.is_encrypted:
+            _open_encrypted()
         codec()
 
     def clock(self) -> float:
@@ -145,6 +171,8 @@ class House:
         root = self.folder / "0"
         root.mkdir()
         prepare(root)
+        if self.is_encrypted:
+            encrypt(root)
         complaints = Complaints(self)
         for life in range(LIVES + 1):
             is_last = life == LIVES
@@ -160,6 +188,7 @@ class House:
                 threads_on(self.scheduler) as self.pool,
                 edges_on(self.disk, rng, self.clock),
                 connections_guarded(),
+                file_locks_on(self.scheduler),
                 heard_by(complaints),
                 pins_watched(self),
             ):
@@ -201,10 +230,17 @@ class House:
     def _draw_kinds(self) -> None:
         """A few of all that clients do, so that these meet each other often; in some lives in one session."""
         self.is_crowded = self.rng.random() < 0.2
+        self.has_guests = self.rng.random() < GUESTS_SHARE
         self.kinds = (
             CROWDED if self.is_crowded else frozenset(self.rng.sample(sorted(KINDS), N_KINDS))
         )
         self.deleted, self.deleting, self.n_steps = [], {}, 0
+        self.lost = LostRows()
+
+    def tenant_of(self, client: str) -> tuple[str, str]:
+        """The tenant of a client, and what its names begin with: two tenants have the same names."""
+        is_guest = self.has_guests and client in "cd"
+        return (GUEST, "ab"["cd".index(client)]) if is_guest else (SCOPE, client)
 
     def _live(self, n_clients: int) -> None:
         self._draw_kinds()
@@ -264,10 +300,13 @@ class House:
     # --- what it must have ----------------------------------------------------------------
 
     def _check(self, store: Store) -> None:
-        found = found_in(store).each()
+        said = found_in(store)
+        found = said.each() | foreign_in(store)
         wrong = self.told.wrong(found, ignored="title")
         assert not wrong, "\n".join(wrong)
         self.told.settle(found)
+        assert self.kept <= said.written, f"rows are gone of {self.kept - said.written}"
+        self.kept = set()
         for node in store.nodes():
             check_rows(store, node)
         problems = store.verify().problems
@@ -283,8 +322,11 @@ class House:
         store = self.store
         if not self.disk.n_refused:  # it may have let files go before the catalog heard of it
             self.tiers.check_integrity()
-        wrong = self.told.wrong(found_in(store).each(), ignored="title")
+        wrong = self.told.wrong(found_in(store).each() | foreign_in(store), ignored="title")
         assert not wrong, "\n".join(wrong)
+        if max(store.writes.budget, store.disk.bytes_max) == 0:
+            self.lost.check_written(store)
+        check_apart(store)
         with store.locked():
             nodes, files = store.nodes(), store.files()
             hot = sum(node.hot.nbytes for node in nodes if node.hot is not None)
@@ -304,3 +346,7 @@ class House:
             assert n_steps == self.n_steps, (
                 f"{n_steps} steps of workflows, {self.n_steps} asked for"
             )
+            if self.rng.random() < 0.3:
+                forget_guest(self)
+        if self.has_room:
+            self.kept = found_in(store).written

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from format_oracle import converted
+from house_foreign import ForeignChats
 from simulated_disk import PowerLost
 from simulated_threads import done_without_loop
-from simulation import SCOPE, Tokens, codec, medium_name, path_ids
+from simulation import OTHERS_MARK, SCOPE, Tokens, codec, medium_name, named, path_ids
 from store_tools import assert_same_rows, ids_of, rows_of
 from told import Made
 
@@ -44,11 +45,12 @@ N_KINDS = 5
 """Of steps besides turns, in one life."""
 PREFIXES = [tuple(random.Random(n).randint(0, 2) for _ in range(n)) for n in (60, 150)]
 """What sessions begin with; of the longer one a part is re-encoded."""
+KNOWN_PICTURE = bytes(range(200))
 NOT_NOW = (SessionBusy, NotFound, SessionFrozen, InvalidRequest)
 """What other clients may cause."""
 KINDS = frozenset(
     "prompt read running search look verify state resume delete rename respond forget freeze copy thaw flush"
-    " collect pin base give".split()
+    " collect pin base give foreign".split()
 )
 CROWDED = frozenset(("delete", "freeze", "respond"))
 """Where every client has SHARED alone."""
@@ -59,6 +61,11 @@ Step: TypeAlias = Callable[[], object]
 def state_of(ids: Ids) -> npt.NDArray[np.uint8]:
     """A state that depends on every token."""
     return np.frombuffer(hashlib.blake2b(ids.tobytes()).digest() * 30, np.uint8)
+
+
+def id_of(name: str) -> str:
+    """What the store calls a session or base of this name."""
+    return name.partition("@")[0]
 
 
 class _NotRecorded(TowerdError):
@@ -73,10 +80,18 @@ class Client:
 
     def __init__(self, house: House, name: str, rng: random.Random) -> None:
         self.house, self.name, self.rng = house, name, rng
-        self._own = () if house.is_crowded else (f"{name}1", f"{name}2")
-        self._names = (*self._own, *([SHARED] if house.is_crowded or name in "ab" else []))
+        self.scope, self._ids = house.tenant_of(name)
+        self._own = () if house.is_crowded else (self._named("1"), self._named("2"))
+        self._shared = named(self.scope, SHARED)
+        """All names are those of `named`."""
+        is_sharing = house.is_crowded or self._ids in "ab"
+        self._names = (*self._own, *([self._shared] if is_sharing else []))
+        self._chats = ForeignChats(name, self.scope, rng, house, self._told)
         self._handed: dict[str, Ids] = {}
         """What has rows of each session, in RAM or on disk."""
+
+    def _named(self, end: str) -> str:
+        return named(self.scope, f"{self._ids}{end}")
 
     def run(self) -> None:
         """All that it does. Raises what it must not be answered with."""
@@ -112,7 +127,7 @@ class Client:
         ]
         states: list[Step] = [self._verify, self._state, self._state, self._resume]
         sessions: list[Step] = [self._delete, self._rename, self._respond, self._forget]
-        cold: list[Step] = [self._freeze, self._copy, self._thaw]
+        cold: list[Step] = [self._freeze, self._copy, self._thaw, self._foreign]
         tiers: list[Step] = [
             self._flush,
             self._collect,
@@ -157,10 +172,11 @@ class Client:
         return found if isinstance(found, tuple) else None
 
     def _media(self) -> list[SentMedium]:
-        """What a turn has besides tokens: a picture now and then."""
+        """What a turn has besides tokens: a picture now and then, that others may send, too."""
         if self.rng.random() < 0.8:
             return []
-        return [SentMedium(self.rng.randbytes(16), self.rng.randbytes(self.rng.randint(1, 300)))]
+        picture = self.rng.choice((KNOWN_PICTURE, self.rng.randbytes(self.rng.randint(1, 300))))
+        return [SentMedium(self.rng.randbytes(16), picture)]
 
     def _turn(self) -> None:
         """A request: what is stored is read, the answer is recorded, and its rows are handed over."""
@@ -175,8 +191,8 @@ class Client:
         agent = self.rng.choice((None, None, "agent"))
         n_cached = len(every) - self.rng.choice((1, 1, len(reply)))
         turn = Turn(
-            SCOPE,
-            name,
+            self.scope,
+            id_of(name),
             every[: len(prompt)],
             every[len(prompt) :],
             n_cached,
@@ -197,7 +213,7 @@ class Client:
             for deletion in house.deleting.get(name, ()):
                 deletion |= house.told.begin(dict.fromkeys(kept))
             recorded = done_without_loop(house.recorder.record(turn))
-            if recorded != name and not house.disk.is_off:
+            if recorded != turn.session and not house.disk.is_off:
                 assert since is not None, f"{name} was recorded as {recorded}"
                 assert is_going(), f"{name} was not recorded"
                 raise _NotRecorded
@@ -213,12 +229,12 @@ class Client:
     def _prompt(self) -> None:
         """A prompt without an answer."""
         ids = ids_of(*self.rng.choice(PREFIXES), *self._tokens())
-        turn = Turn(SCOPE, None, ids, ids_of(), len(ids), self.house.clock())
+        turn = Turn(self.scope, None, ids, ids_of(), len(ids), self.house.clock())
         done_without_loop(self.house.recorder.record(turn, answered=False))
         self._hand_over(ids)
 
-    def _hand_over(self, ids: Ids, name: str = SHARED) -> None:
-        for gap in self.house.tiers.gaps(ids, SCOPE):
+    def _hand_over(self, ids: Ids, name: str = "") -> None:
+        for gap in self.house.tiers.gaps(ids, self.scope):
             self.house.tiers.accept(gap, rows_of(ids[: gap.p1], gap.p0))
         if name in self._own:
             self._handed[name] = ids
@@ -230,19 +246,20 @@ class Client:
         if known is None:
             return
         self._read_rows(ids_of(*known))
-        if name == SHARED:
+        if name == self._shared:
             return
         try:
-            found = self.house.store.session_ids(name)
+            found = self.house.store.session_ids(id_of(name), self.scope)
         except SessionFrozen:
-            history = cold_history(self.house.store, codec(), name)
+            history = cold_history(self.house.store, codec(), id_of(name), self.scope)
             assert history is not None
             found = history.ids(history.leaf)
         assert tuple(found.tolist()) == known, f"{name} has other tokens"
 
     def _read_rows(self, ids: Ids) -> None:
         house = self.house
-        with house.store.hold(ids, SCOPE) as path:
+        with house.store.hold(ids, self.scope) as path:
+            assert all(each.scope == self.scope for each in path.match().nodes), "rows of others"
             at = 0
             for _, rows in house.tiers.rows(house.tiers.plan(path, 0)):
                 assert rows.p0 == at
@@ -252,7 +269,8 @@ class Client:
     def _search(self) -> None:
         """Runs of tokens that are stored anywhere are those tokens."""
         store, ids = self.house.store, ids_of(*self.rng.choice(PREFIXES), *self._tokens())
-        for run in store.runs(ids, SCOPE, 0, len(ids), usable=lambda node: True):
+        for run in store.runs(ids, self.scope, 0, len(ids), usable=lambda node: True):
+            assert run.node.scope == self.scope, "a run of others"
             with store.locked():
                 if not run.node.removed:
                     found = run.node.prefix_ids()[run.start : run.start + run.n]
@@ -273,7 +291,7 @@ class Client:
 
     def _running(self) -> None:
         """Waits for the thread that follows workflows."""
-        self.house.traffic.running(SCOPE)
+        self.house.traffic.running(self.scope)
 
     def _state(self) -> None:
         """States are taken along a session."""
@@ -283,7 +301,7 @@ class Client:
             places = [self.rng.randint(1, len(ids)) for _ in range(self.rng.randint(1, 3))]
             states = {place: (state_of(ids[:place]), False) for place in places}
             take = self.rng.choice((self.house.states.accept, self.house.states.keep))
-            take(ids, SCOPE, states)
+            take(ids, self.scope, states)
 
     def _resume(self) -> None:
         """The deepest state of a session is that of its tokens."""
@@ -291,7 +309,7 @@ class Client:
         if known is None:
             return
         ids, states = ids_of(*known), self.house.states
-        with self.house.store.hold(ids, SCOPE) as path:
+        with self.house.store.hold(ids, self.scope) as path:
             found = states.deepest(path, 0, len(ids))
             if found is None:
                 return
@@ -318,11 +336,11 @@ class Client:
         n_before = house.n_deletions
         house.n_deletions += 1
         self._handed.pop(name, None)
-        may_be_gone = (NotFound,) if name == SHARED else ()
+        may_be_gone = (NotFound,) if name == self._shared else ()
         with self._told(gone, *may_be_gone) as made:
             house.deleting.setdefault(name, []).append(made)
             try:
-                house.store.delete_session(name)
+                house.store.delete_session(id_of(name), self.scope)
             finally:
                 house.deleting[name].remove(made)
             house.deleted.append((name, n_before))
@@ -340,7 +358,7 @@ class Client:
         name, title = self.rng.choice(self._own), f"title {self.rng.randint(0, 99)}"
         if self._known(name) is not None:
             with self._told({("title", name): title}):
-                self.house.store.rename_session(name, title)
+                self.house.store.rename_session(id_of(name), title, self.scope)
 
     def _respond(self) -> None:
         """A response that continues another one, or none."""
@@ -370,14 +388,16 @@ class Client:
                 deletion |= house.told.begin({key: None})
             try:
                 context = (
-                    house.store.responses.context(SCOPE, before) if before else ResponseContext()
+                    house.store.responses.context(self.scope, before)
+                    if before
+                    else ResponseContext()
                 )
-                new = NewResponse(SCOPE, name, context, items[:1], items[1:], body)
-                is_kept = house.store.keep_response(new, session, SCOPE)
+                new = NewResponse(self.scope, name, context, items[:1], items[1:], body)
+                is_kept = house.store.keep_response(new, id_of(session), self.scope)
             except NotFound:
                 is_kept = False
             if not is_kept and not house.disk.is_off:
-                assert session == SHARED, f"{name} was not kept"
+                assert session == self._shared, f"{name} was not kept"
                 assert is_going() or not is_sure, f"{name} was not kept"
                 raise _NotRecorded
 
@@ -390,26 +410,30 @@ class Client:
         if own:
             name = self.rng.choice(sorted(own))
             with self._told({("response", name): None}):
-                self.house.store.responses.delete(SCOPE, name)
+                self.house.store.responses.delete(self.scope, name)
 
     def _freeze(self) -> None:
         name = self.rng.choice(self._names)
         if self._known(name) is not None:
             self._handed.pop(name, None)
             with self._told({}, *NOT_NOW):
-                freeze(self.house.store, codec(), name, form="packed")
+                freeze(self.house.store, codec(), id_of(name), self.scope, form="packed")
 
     def _copy(self) -> None:
         name = self.rng.choice(self._names)
         if self._known(name) is not None:
             with self._told({}, *NOT_NOW):
-                write_copy(self.house.store, codec(), name, form="packed")
+                write_copy(self.house.store, codec(), id_of(name), self.scope, form="packed")
 
     def _thaw(self) -> None:
         name = self.rng.choice(self._names)
         if self._known(name) is not None:
             with self._told({}, *NOT_NOW):
-                thaw(self.house.store, codec(), name)
+                thaw(self.house.store, codec(), id_of(name), self.scope)
+
+    def _foreign(self) -> None:
+        """Chats of another tokenizer."""
+        self.rng.choice((self._chats.bring, self._chats.read, self._chats.leave))()
 
     # --- rows -----------------------------------------------------------------------------
 
@@ -433,14 +457,15 @@ class Client:
                 store.pins.add(node.id)
 
     def _base(self) -> None:
-        store, name = self.house.store, f"base-{self.name}"
+        store, name = self.house.store, self._named("-base")
         if name in self.house.told.last("base"):
             with self._told({("base", name): None}):
-                store.bases.remove(name, SCOPE)
+                store.bases.remove(id_of(name), self.scope)
         else:
             ids = self.rng.choice(PREFIXES)[: self.rng.randint(40, 150)]
-            with self._told({("base", name): ids}):
-                store.bases.add(name, ids_of(*ids), SCOPE, 1, False)
+            path = ids if self.scope == SCOPE else (OTHERS_MARK, *ids)
+            with self._told({("base", name): path}):
+                store.bases.add(id_of(name), ids_of(*ids), self.scope, 1, False)
 
     def _flush(self) -> None:
         """Rows that were handed over are there, unless there is no room for them."""
@@ -449,7 +474,7 @@ class Client:
         if not house.has_room or house.disk.n_refused or house.disk.is_off:
             return
         for name, ids in self._handed.items():
-            with house.store.hold(ids, SCOPE) as path:
+            with house.store.hold(ids, self.scope) as path:
                 plan = house.tiers.plan(path, 0)
                 nodes = path.match().nodes
             assert plan.n == len(ids), f"{name} has {plan.n} rows of {len(ids)}"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from simulation import Tokens
+from simulation import Tokens, found_in, path_ids
 from store_tools import ids_of
 
-from towerd.store import Node, SegmentFile
+from towerd.store import Node, SegmentFile, Store
 from towerd.store.rows.rows import RowStore
 from towerd.store.state.state import StoreState
 
@@ -32,8 +32,10 @@ def pins_watched(house: House) -> Iterator[None]:
 
     def file_left(rows: RowStore, file: SegmentFile, *, set_aside: bool = False, **how: Any) -> int:
         if set_aside:  # it is damaged
+            house.lost.note(house.store.viewers(file))
             return drop_file(rows, file, set_aside=True)
         leaving.add(file.path)
+        house.lost.note(house.store.viewers(file))
         try:
             return drop_file(rows, file, **how)
         finally:
@@ -63,6 +65,31 @@ def pins_watched(house: House) -> Iterator[None]:
         yield
 
 
+class LostRows:
+    """Segments whose rows have left for want of space, or were damaged."""
+
+    def __init__(self) -> None:
+        self._lost: list[tuple[int, Tokens]] = []
+
+    def note(self, nodes: Sequence[Node]) -> None:
+        """They have no file any more."""
+        self._lost += [(node.p0, path_ids(node)) for node in nodes]
+
+    def has(self, node: Node) -> bool:
+        """Whether a segment, or one that it was split from, is one of them."""
+        ids = path_ids(node)
+        return any(p0 <= node.p0 and lost[: len(ids)] == ids for p0, lost in self._lost)
+
+    def check_written(self, store: Store) -> None:
+        """After a flush for which there is room, all rows in RAM are in files as well. Nothing else runs."""
+        left = [
+            node.id
+            for node in store.nodes()
+            if node.hot is not None and node.file is None and not self.has(node)
+        ]
+        assert not left, f"{left} have rows in RAM alone, after a flush"
+
+
 class Marks:
     """Tokens by which what was said in each session can be told, and those of sessions that are deleted."""
 
@@ -80,8 +107,15 @@ class Marks:
         self._deleted += self._said.pop(name, [])
 
     def check_gone(self, house: House) -> None:
-        """After a gc no file has what was said in deleted sessions, unless it is pinned. Nothing else runs."""
+        """After a gc no file has what was said in deleted sessions, unless it is pinned, no medium is left of them, and no
+        word of deleted chats of another tokenizer. Nothing else runs."""
         house.store.gc()
+        house.words.check(house.store)
+        n_media, n_kept = (
+            len(list(house.disk.root.glob("media/*"))),
+            len(found_in(house.store).media),
+        )
+        assert n_media <= n_kept, f"{n_media} files of media, but {n_kept} are kept"
         pinned = [node.prefix_ids().tobytes() for node in house.store.pins.listing()]
         marks = [mark for mark in self._deleted if not any(mark in ids for ids in pinned)]
         for path in sorted(house.disk.root.rglob("*")) if marks else ():

@@ -17,6 +17,9 @@ from unittest.mock import patch
 
 from simulated_disk import PowerLost, SimulatedDisk, Write
 
+from towerd.store.encryption import sqlcipher
+from towerd.store.encryption.sqlcipher import CipherConnection
+
 _OK, _IOERR, _FULL = 0, 10, 13
 _SYNCS_ITS_FOLDER = 0x00080000 | 0x00000800  # SQLITE_OPEN_WAL, SQLITE_OPEN_MAIN_JOURNAL
 _P, _I = ctypes.c_void_p, ctypes.c_int
@@ -200,10 +203,30 @@ class SqliteFiles:
         return self._guarded(deleted)
 
 
-class OneThreadsConnection(sqlite3.Connection):
-    """A connection that no two threads may use at once: SQLite would have the second one wait, whoever is to run."""
+class OneThread:
+    """That no two threads use a connection at once: SQLite would have the second one wait, whoever is to run."""
 
-    user: int | None = None
+    def __init__(self) -> None:
+        self._user: int | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Use it inside the block. Raises AssertionError."""
+        before, me = self._user, threading.get_ident()
+        assert before in (None, me), "two threads use one connection"
+        self._user = me
+        try:
+            yield
+        finally:
+            self._user = before
+
+
+class OneThreadsConnection(sqlite3.Connection):
+    """One of SQLite."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._used = OneThread()
 
     def execute(self, *what: Any) -> sqlite3.Cursor:
         """See `sqlite3.Connection.execute`. Raises AssertionError."""
@@ -215,21 +238,41 @@ class OneThreadsConnection(sqlite3.Connection):
         with self._used():
             return super().executemany(*what)
 
-    @contextmanager
-    def _used(self) -> Iterator[None]:
-        before, me = self.user, threading.get_ident()
-        assert before in (None, me), "two threads use one connection"
-        self.user = me
-        try:
-            yield
-        finally:
-            self.user = before
+
+class OneThreadsCipher(CipherConnection):
+    """One of SQLCipher. A thread is suspended in calls of the VFS alone, where SQLCipher has locked this connection and none
+    of its own mutexes: those, of its providers and random numbers, it holds while it computes."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._used = OneThread()
+
+    def execute(self, sql: str, parameters: Any = ()) -> Any:
+        """See `CipherConnection.execute`. Raises AssertionError."""
+        return self._run("execute", sql, parameters)
+
+    def executemany(self, sql: str, parameters: Any) -> Any:
+        """See `CipherConnection.executemany`. Raises AssertionError."""
+        return self._run("executemany", sql, parameters)
+
+    def _run(self, how: str, sql: str, parameters: Any) -> Any:
+        with self._used():
+            cursor = self.cursor()
+            try:
+                return getattr(cursor, how)(sql, parameters)
+            except BaseException:
+                # else it is freed with the error, which locks the connection, whoever has that
+                cursor.close()
+                raise
 
 
 @contextmanager
 def connections_guarded() -> Iterator[None]:
     """What connects to a database has such a connection, inside the block."""
-    with patch("sqlite3.connect", partial(sqlite3.connect, factory=OneThreadsConnection)):
+    with (
+        patch("sqlite3.connect", partial(sqlite3.connect, factory=OneThreadsConnection)),
+        patch.object(sqlcipher, "CipherConnection", OneThreadsCipher),
+    ):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import fcntl
 import queue
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -15,6 +16,8 @@ from unittest.mock import patch
 from scheduler import Baton, Scheduler
 
 CORES = 3
+_LOOKS_AGAIN_S = 0.5
+"""Time between two looks at a file's lock."""
 T = TypeVar("T")
 
 
@@ -332,6 +335,25 @@ def done_without_loop(work: Coroutine[Any, Any, T]) -> T:
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
     raise AssertionError("it waits for an event loop")
+
+
+@contextmanager
+def file_locks_on(scheduler: Scheduler) -> Iterator[None]:
+    """Of threads that wait for a file's lock inside the block, others run meanwhile."""
+    real = fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        while True:
+            try:
+                real(fd, operation | (operation & fcntl.LOCK_EX and fcntl.LOCK_NB))
+                return
+            except BlockingIOError:
+                if operation & fcntl.LOCK_NB:
+                    raise
+                scheduler.block(_LOOKS_AGAIN_S)
+
+    with patch.object(fcntl, "flock", flock):
+        yield
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from towerd.tokens import Ids
 LIVES = 4
 STEPS_MAX = 14
 SCOPE = "local"
+OTHERS_MARK = -1
 PID = 1
 """Every process is this one."""
 _LOST = "has no tokens"
@@ -469,7 +470,14 @@ class Simulation:
 
 
 def path_ids(node: Node) -> Tokens:
-    return tuple(node.prefix_ids().tolist())
+    """The tokens up to a node's end, those of other tenants behind a mark."""
+    ids = tuple(node.prefix_ids().tolist())
+    return ids if node.scope == SCOPE else (OTHERS_MARK, *ids)
+
+
+def named(scope: str, name: str) -> str:
+    """A name that tenants do not have in common."""
+    return name if scope == SCOPE else f"{name}@{scope}"
 
 
 def _delete_lost(store: Store) -> None:
@@ -486,11 +494,11 @@ def codec() -> Codec:
     return Codec(KeptVocabulary([b"a", b"b", b"c"], [b""] * 3))
 
 
-def _ids_of_session(store: Store, id: str) -> Ids:
+def _ids_of_session(store: Store, id: str, scope: str | None = None) -> Ids:
     try:
-        return store.session_ids(id)
+        return store.session_ids(id, scope)
     except SessionFrozen:
-        history = cold_history(store, codec(), id)
+        history = cold_history(store, codec(), id, scope)
         assert history is not None
         return history.ids(history.leaf)
 
@@ -498,11 +506,15 @@ def _ids_of_session(store: Store, id: str) -> Ids:
 def found_in(store: Store) -> Acknowledged:
     """What a store says that it has."""
     infos = store.sessions()
+    ids = {(each.scope, each.id): _ids_of_session(store, each.id, each.scope) for each in infos}
     return Acknowledged(
-        {info.id: tuple(_ids_of_session(store, info.id).tolist()) for info in infos},
-        {info.id: info.title for info in infos},
+        {named(*which): tuple(found.tolist()) for which, found in ids.items()},
+        {named(info.scope, info.id): info.title for info in infos},
         {path_ids(node) for node in store.pins.listing()},
-        {base.name: path_ids(store.node(base.node)) for base in store.bases.listing()},
+        {
+            named(base.scope, base.name): path_ids(store.node(base.node))
+            for base in store.bases.listing()
+        },
         {path_ids(node) for node in store.nodes() if node.file is not None},
         dict(_responses(store)),
         dict(_media(store, infos)),
@@ -519,20 +531,20 @@ def _media(store: Store, infos: Iterable[SessionInfo]) -> Iterator[tuple[str, by
         row = store.media.session(info.id, info.scope)
         assert row is not None, f"{info.id} is listed and has no row"
         for key in sorted(store.media.keys(row)):
-            yield medium_name(info.id, key), store.media.file(row, key)
+            yield medium_name(named(info.scope, info.id), key), store.media.file(row, key)
 
 
 def _responses(store: Store) -> Iterator[tuple[str, tuple[str, Items]]]:
     sql = (
-        "SELECT responses.name, sessions.id FROM responses"
+        "SELECT responses.name, responses.scope, sessions.id FROM responses"
         " LEFT JOIN sessions ON sessions.pk = session WHERE hidden = 0"
     )
     with store.locked():
         rows = store.state.catalog.rows(sql)
-    for name, session in rows:
-        items = store.responses.context(SCOPE, name).items
-        assert json.loads(store.responses.body(SCOPE, name))["id"] == name, "another one's body"
-        yield name, (session, tuple(json.loads(item)["id"] for item in items))
+    for name, scope, session in rows:
+        items = store.responses.context(scope, name).items
+        assert json.loads(store.responses.body(scope, name))["id"] == name, "another one's body"
+        yield name, (named(scope, session), tuple(json.loads(item)["id"] for item in items))
 
 
 @contextmanager

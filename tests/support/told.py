@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from math import inf
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Key: TypeAlias = object
 Value: TypeAlias = object
@@ -61,7 +61,7 @@ class Told:
             if not any(other.began > each.ended for other in every if other.ended < inf)
         ]
 
-    def last(self, kind: str) -> dict[str, Value]:
+    def last(self, kind: str) -> dict[Any, Any]:
         """By name the things of a kind that are there for all that was acknowledged last."""
         found = {}
         for key, said in self._said.items():

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from encrypted_stores import encrypt
 from format_oracle import plane_of
 from store_tools import ROW_IDENTITY, check_rows, formats_of, make_hot, write_all
 from waiting import until
@@ -21,6 +22,7 @@ from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Node, SegmentFile, Store
 from towerd.store.rows.format_request import differs
+from towerd.store.rows.rows import RowStore
 from towerd.tiers import shrink
 from towerd.tiers.formats.calibration import SqueezedFormat, remember_squeezed
 from towerd.tiers.formats.fidelity import LevelFormats
@@ -95,6 +97,31 @@ def test_sinks_and_tail_stay(store: Store, shrinker: Shrinker, clock: Clock) -> 
     assert shrinker.n_shrunk == 1
     assert run(shrinker) == []
     store.check_integrity(keys=True)
+
+
+def test_a_file_that_is_deleted_while_it_is_read(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of an encrypted store is opened again for it: nothing is complained of, and the next one follows."""
+    encrypt(tmp_path / "store")
+    row_identity = replace(ROW_IDENTITY, layout=LAYOUT)
+    draft_again = RowStore.draft_again
+    dropped: list[int] = []
+
+    def dropped_first(rows: RowStore, file: SegmentFile, *args: Any) -> Any:
+        if not dropped:
+            dropped.append(rows.drop_file(file))
+        return draft_again(rows, file, *args)
+
+    monkeypatch.setattr(RowStore, "draft_again", dropped_first)
+    with Store.open(tmp_path / "store", row_identity, clock=clock) as store:
+        for seed in range(2):
+            stored(store, tokens(500, seed))
+        clock.now += AFTER_S
+        shrinker = Shrinker(store, AFTER_S, clock)
+        assert len(run(shrinker)) == 1
+        assert dropped[0] > 0
+        assert shrinker.n_damaged == 0
 
 
 def test_old_tails_are_encoded_later(store: Store, shrinker: Shrinker, clock: Clock) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from towerd.errors import NotFound, RowsDamaged
+from towerd.errors import NotFound, RowsDamaged, StoreError
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.layout import NATIVE
 from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
@@ -344,6 +344,10 @@ class Shrinker:
             log.warning("stored rows cannot be re-encoded", extra={"error": str(error)})
             self.n_damaged += 1
             return None
+        except StoreError:
+            if not file.dropped:
+                raise
+            return None  # deleted while it was read, which needs its name where it is encrypted
         except ValueError as error:  # e.g. infinities, which no block code can hold
             log.warning("rows stay as computed", extra={"error": str(error)})
             with self._lock:

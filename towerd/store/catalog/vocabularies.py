@@ -204,7 +204,10 @@ class Vocabularies:
                 before.check(words)
             if self.has(digest):
                 return
-            known = words.some() if before is None else before.some() | words.some()
+            had = {} if before is None else before.some()
+            known = had | words.some()
+            if before is not None and known.keys() == had.keys():
+                return
             of, n_tokens = words.tokenizer, len(words.vocabulary.pieces)
             content = _SomeWords(n_tokens, known, words.hash, of.pieces, of.rules, words.model)
             self._write(self._words_path(digest, scope), content)
@@ -212,13 +215,14 @@ class Vocabularies:
 
     def keep_words(self, digest: bytes, said: Mapping[str, Collection[int]]) -> None:
         """Keep, of a tokenizer that is known in part, what the tokens stand for that each tenant has:
-        `said` has them by tenant. Raises DiskFull or StoreError."""
+        `said` has them by tenant; durable when it returns. Raises DiskFull or StoreError."""
         mine = {self._words_path(digest, tenant): ids for tenant, ids in said.items()}
         with self._alone(), durable.store_errors("a vocabulary cannot be kept"):
             for path in list(self.folder.glob(f"{digest.hex()}*.words")):
                 self._keep_only(path, mine.get(path, ()))
             for path in list(self.folder.glob(f"{digest.hex()}*.damaged")):
                 path.unlink(missing_ok=True)
+            durable.sync_dir(self.folder)  # or a power cut brings back what no later gc looks for
 
     def _keep_only(self, path: Path, wanted: Collection[int]) -> None:
         try:
@@ -290,7 +294,7 @@ class Vocabularies:
         """Of all processes of this store. Raises DiskFull or StoreError."""
         with ExitStack() as stack:
             with durable.store_errors("a vocabulary cannot be kept"):
-                self.folder.mkdir(mode=0o700, exist_ok=True)
+                durable.make_dir(self.folder)
                 stack.enter_context(folder_locked(self.folder))
             yield
 

@@ -33,6 +33,14 @@ def sync_dir(path: Path) -> None:
         os.close(fd)
 
 
+def make_dir(path: Path) -> None:
+    """Make a directory durably, if it is not there. Of an empty one another thread may not have made the name durable yet.
+    Raises OSError."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    if next(path.iterdir(), None) is None:
+        sync_dir(path.parent)
+
+
 def reserve(fd: int, n_bytes: int) -> None:
     """Allocate the file's size now, so that a full disk is noticed before anything is written."""
     if hasattr(os, "posix_fallocate"):

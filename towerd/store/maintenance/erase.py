@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from towerd.errors import StoreError
 from towerd.store.catalog.vocabularies import Vocabularies
+from towerd.store.files import durable
 from towerd.store.rows.collect import GcReport, drop_foreign_file, has_unneeded
 from towerd.store.rows.rows import RowStore
 from towerd.store.segments.segment_file import SegmentFile
@@ -92,6 +93,9 @@ def _erase_copies(state: StoreState, vocabularies: Vocabularies) -> int:
     if state.catalog.get_meta(DELETED_META) is None:
         return 0
     freed = state.directory.empty_quarantine()
+    with durable.store_errors("what was set aside cannot be deleted"):
+        # or a power cut brings it back when nothing says any more that it is to go
+        durable.sync_dir(state.directory.quarantine)
     for digest in vocabularies.digests(".words", ".damaged"):
         vocabularies.keep_words(digest, _words_said(state, digest))
     with state.catalog.transaction():

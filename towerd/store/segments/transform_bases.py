@@ -62,9 +62,7 @@ class TransformBases:
         name = basis_name(basis.digest)
         path = self.path(name)
         with durable.store_errors("a transform basis cannot be written"):
-            if not self._folder.is_dir():
-                self._folder.mkdir(mode=0o700, exist_ok=True)
-                durable.sync_dir(self._folder.parent)
+            durable.make_dir(self._folder)
             if self.problem(name) is not None:
                 half = self._tmp / f"{name}-{os.getpid()}{SUFFIX}"
                 with self._being_written(half.name):  # gc must not delete it

@@ -211,9 +211,7 @@ class MediaTable:
     def _write(self, name: str, data: memoryview) -> None:
         of, folder = self.state.directory, self.state.directory.media
         with durable.store_errors("a picture or sound cannot be kept"):
-            if not folder.is_dir():
-                folder.mkdir(mode=0o700, exist_ok=True)
-                durable.sync_dir(folder.parent)
+            durable.make_dir(folder)
             with of.files.create(of.tmp / name, folder / name, len(data)) as file:
                 file.write(data, 0)
         of.writes.add("catalog", len(data))  # as all that a conversation consists of
