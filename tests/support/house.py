@@ -31,6 +31,7 @@ from towerd.policy import NAMES
 from towerd.sessions.recorder import TurnRecorder
 from towerd.sessions.traffic import Traffic
 from towerd.store import Store
+from towerd.store.encryption.page_cipher import libcrypto
 from towerd.tiers.checkpoint_tier import CheckpointTier, close_tiers
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.manager import Tiers
@@ -117,7 +118,9 @@ def heard_by(handler: logging.Handler) -> Iterator[None]:
 
 @cache
 def _open_encrypted() -> None:
-    """What is imported for the first one may make locks, which are not to be a life's."""
+    """What is imported for the first one may make locks, and the cipher is tried with random bytes: none of it is to be a
+    life's."""
+    libcrypto()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "store"
         encrypt(root)
