@@ -181,8 +181,9 @@ class Client:
     def _turn(self) -> None:
         """A request: what is stored is read, the answer is recorded, and its rows are handed over."""
         house, name = self.house, self.rng.choice(self._names)
+        is_going = self._deletions(name)  # first: one may begin and end while the watch is made
         since = house.recorder.watch_deletions() if self.rng.random() < 0.5 else None
-        n_begun, is_going = house.n_deletions, self._deletions(name)
+        n_begun = house.n_deletions
         before = self._known(name) or self.rng.choice([(), *PREFIXES])
         if self.rng.random() < 0.5:  # it is said otherwise
             before = before[: self.rng.randint(0, len(before))]
