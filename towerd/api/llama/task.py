@@ -277,12 +277,12 @@ class Task:
             if choice.ending is not None:
                 await choice.ending
             elif self.wire.stream:
-                await self._end(index, finish, is_cut_off=True)
+                await self._end(index, finish)
         except TowerdError as error:
             log.error("a response was not kept", extra={"error": str(error)})
 
-    async def _end(self, index: int, finish: Finish, *, is_cut_off: bool = False) -> bytes:
-        """See `final`. is_cut_off: its client left before all of it was written."""
+    async def _end(self, index: int, finish: Finish) -> bytes:
+        """See `final`."""
         extra = b""
         if self.wire.stream:
             extra = encode({"towerd": towerd_json(finish)})
@@ -297,7 +297,7 @@ class Task:
             shown = encode({"store": pending.is_kept})
         if finish.stop == "cancelled":
             shown = encode({"status": "incomplete"})
-        ended = reply, slot, finish.n_cached, extra, shown, is_cut_off
+        ended = reply, slot, finish.n_cached, extra, shown
         data = await self._threads.call(0, self.writer.final, *ended)
         if pending is not None:
             since = None if self.began is None else self.began[1]
