@@ -408,8 +408,8 @@ def cut_off(client: OpenAI, text: str, **fields: Any) -> tuple[str, str]:
     return id, read
 
 
-def ann_get(daemon: Daemon, path: str) -> Any:
-    return daemon.get(path, headers={"Authorization": "Bearer sk-ann"})
+def get_as(key: str, daemon: Daemon, path: str) -> Any:
+    return daemon.get(path, headers={"Authorization": f"Bearer {key}"})
 
 
 def kept(client: OpenAI, id: str) -> Any:
@@ -446,8 +446,9 @@ def test_a_response_that_was_cut_off_is_continued(
         cut: Any = ann.responses.retrieve(id)
         assert (cut.status, cut.store, cut.metadata) == ("incomplete", True, {"a": "b"})
         assert cut.output_text.startswith(read)
-        sessions = ann_get(daemon, "/towerd/v1/sessions")["sessions"]
-        chats = [ann_get(daemon, f"/towerd/v1/sessions/{each['id']}/chat") for each in sessions]
+        sessions = get_as("sk-ann", daemon, "/towerd/v1/sessions")["sessions"]
+        paths = [f"/towerd/v1/sessions/{each['id']}/chat" for each in sessions]
+        chats = [get_as("sk-ann", daemon, path) for path in paths]
         recorded = [each["messages"][-1]["parts"][-1]["text"] for each in chats]
         assert cut.output_text.strip() in [text.strip() for text in recorded]
         items = said(ann.conversations.items.list(made.id, order="asc"))
@@ -460,9 +461,7 @@ def test_a_response_that_was_cut_off_is_continued(
             "And then?",
         ]
         assert then.usage.input_tokens > cut.usage.output_tokens
-        if (
-            engine == "embedded"
-        ):  # rows are stored behind the turn: a llama-server's were not there yet
+        if engine == "embedded":  # a slot of a llama-server was not saved yet
             assert new_tokens(then) <= NEW_TOKENS_MAX
         assert said_in != ask(ann, "Why?", conversation=made.id, max_output_tokens=4).id
         with pytest.raises(NotFoundError):
@@ -472,6 +471,27 @@ def test_a_response_that_was_cut_off_is_continued(
         assert daemon.stop() == 0, daemon.log
     with daemon.stored():
         pass
+
+
+@pytest.mark.parametrize("engine", ["embedded", "llama-server"])
+def test_a_response_is_continued_at_once(client_of: ClientOf, tmp_path: Path, engine: str) -> None:
+    """By the client that left its stream, without a pause: in a chain and in a conversation, which has all items in
+    their order."""
+    with Daemon(tmp_path / "d", "--ctx-size", "16384", "--engine", engine) as daemon:
+        client = client_of(daemon)
+        for turn in range(10):
+            id, read = cut_off(client, f"Story {turn}.", **ENDLESS)
+            then = ask(client, "And?", previous_response_id=id, max_output_tokens=2)
+            items = said(client.responses.input_items.list(then.id, order="asc"))
+            assert (items[0], items[2:]) == (f"Story {turn}.", ["And?"])
+            assert items[1].startswith(read)
+            made = client.conversations.create()
+            _, read = cut_off(client, "Cut.", conversation=made.id, **ENDLESS)
+            ask(client, "Next.", conversation=made.id, max_output_tokens=2)
+            items = said(client.conversations.items.list(made.id, order="asc"))
+            assert (items[0], items[2], len(items)) == ("Cut.", "Next.", 4)
+            assert items[1].startswith(read)
+        assert daemon.stop() == 0, daemon.log
 
 
 def test_tenants_know_nothing_of_each_other(
