@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 from agent_model import make_agent_model
 from daemon import Daemon
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import APIError, BadRequestError, NotFoundError, OpenAI
 from waiting import until
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "towerd" / "data" / "templates" / "Qwen3.jinja"
@@ -386,7 +388,7 @@ def test_a_response_that_reached_its_limit_says_so(openai: OpenAI) -> None:
     """Whole and streamed."""
     for stream in (False, True):
         cut = ask(openai, "Tell me a story.", max_output_tokens=2, stream=stream)
-        assert cut.status == "incomplete"
+        assert (cut.status, cut.output[-1].status) == ("incomplete", "incomplete")
         assert cut.incomplete_details.reason == "max_output_tokens"
 
 
@@ -444,6 +446,7 @@ def test_a_response_that_was_cut_off_is_continued(
         daemon.kill()
         ann, bob = client_of(daemon.start(), "sk-ann"), client_of(daemon, "sk-bob")
         cut: Any = ann.responses.retrieve(id)
+        assert cut.output[-1].status == "incomplete"
         assert (cut.status, cut.store, cut.metadata) == ("incomplete", True, {"a": "b"})
         assert cut.output_text.startswith(read)
         sessions = get_as("sk-ann", daemon, "/towerd/v1/sessions")["sessions"]
@@ -471,6 +474,44 @@ def test_a_response_that_was_cut_off_is_continued(
         assert daemon.stop() == 0, daemon.log
     with daemon.stored():
         pass
+
+
+def test_a_response_whose_engine_failed(client_of: ClientOf, tmp_path: Path) -> None:
+    """It is kept as far as it came, as failed, and can be continued."""
+    with Daemon(tmp_path / "d", "--ctx-size", "16384", "--engine", "llama-server") as daemon:
+        client, id = client_of(daemon), ""
+        asked: Any = {"model": "m", "input": "Tell me a story.", "stream": True, **ENDLESS}
+        with suppress(APIError), client.responses.create(**asked) as events:
+            for event in events:
+                if event.type == "response.created":
+                    id = event.response.id
+                    (server,) = psutil.Process(daemon.pid).children()
+                    server.kill()
+        failed = kept(client, id)
+        assert (failed.status, failed.error.code) == ("failed", "server_error")
+        assert failed.error.message
+        until(lambda: requests.get(f"{daemon.url}/health", timeout=30).ok)
+        then = ask(client, "And?", previous_response_id=id, max_output_tokens=2)
+        assert then.status == "incomplete"
+        assert daemon.stop() == 0, daemon.log
+
+
+def test_a_stop_before_the_first_token(client_of: ClientOf, tmp_path: Path) -> None:
+    """The response says that it is incomplete, and that it is not kept."""
+    with Daemon(tmp_path / "d", "--ctx-size", "65536", "--parallel", "1") as daemon:
+        client = client_of(daemon)
+
+        def ask_long() -> Any:
+            return ask(client, "Word and so on, my dear, " * 4600, max_output_tokens=3)
+
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(ask_long)
+            until(lambda: daemon.get("/slots")[0]["is_processing"])
+            assert daemon.stop() == 0, daemon.log
+            response = asked.result()
+        assert (response.status, response.store, response.output) == ("incomplete", False, [])
+        with pytest.raises(NotFoundError):
+            client_of(daemon.start()).responses.retrieve(response.id)
 
 
 @pytest.mark.parametrize("engine", ["embedded", "llama-server"])

@@ -271,6 +271,7 @@ async def _pass_on(
             item = await _next(ping_s, stream, events)
         await stream.write(task.writer.end())
     except TowerdError as error:
+        task.error = error
         log_refused(request, error.status, error.kind, error.public)
         await stream.write(error_event(request.path, error))
     except ClientStalled:
@@ -280,7 +281,7 @@ async def _pass_on(
         raise
     except Exception as error:
         log.exception("a stream failed")
-        hidden = unforeseen(error, "Internal error; see the daemon's log")
+        hidden = task.error = unforeseen(error, "Internal error; see the daemon's log")
         await stream.write(error_event(request.path, hidden))
 
 

@@ -325,7 +325,10 @@ class Task:
         if pending is not None and not finish.ids:
             pending = await pending.without_tokens(self.session, self.scope)
             shown["store"] = pending.is_kept
-        if finish.stop == "cancelled":
+        if self.error is not None:
+            error = {"code": "server_error", "message": self.error.public}
+            shown |= {"status": "failed", "error": error}
+        elif finish.stop == "cancelled":
             shown["status"] = "incomplete"
         ended = reply, slot, finish.n_cached, extra, encode(shown) if shown else b""
         data = await self._threads.call(0, self.writer.final, *ended)

@@ -188,6 +188,11 @@ void Writer::show(json & data, const json & shown, stop_type stop) {
         for (json & event : data) {
             show(event, shown, stop);
         }
+        const json * response = data.empty() ? nullptr : response_in(data.back());
+        json *       before   = data.size() < 2 ? nullptr : &data.at(data.size() - 2);
+        if (response != nullptr && before != nullptr && text_in(*before, "event") == "response.output_item.done") {
+            before->at("data")["item"] = response->at("output").back();  // which says how it ended
+        }
         return;
     }
     if (json * response = response_in(data)) {
@@ -197,6 +202,10 @@ void Writer::show(json & data, const json & shown, stop_type stop) {
         if (stop == STOP_TYPE_LIMIT) {
             (*response)["status"]             = "incomplete";
             (*response)["incomplete_details"] = json{{"reason", "max_output_tokens"}};
+        }
+        const std::string status = text_in(*response, "status");
+        if ((status == "incomplete" || status == "failed") && response->contains("output") && !response->at("output").empty()) {
+            response->at("output").back()["status"] = "incomplete";  // nothing follows where it was cut
         }
     }
 }
