@@ -145,6 +145,14 @@ class StoreLocked(StoreError):
     """Another daemon owns this store."""
 
 
+class ServedAlready(StoreLocked):
+    """A process of the same daemon serves this model (409)."""
+
+    status = 409
+    kind = "conflict_error"
+    stands_for = ""
+
+
 class StoreVersion(StoreError):
     """The store was written by an incompatible version."""
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 from agent_model import make_agent_model
 from daemon import Daemon
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import APIError, BadRequestError, NotFoundError, OpenAI
 from waiting import until
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "towerd" / "data" / "templates" / "Qwen3.jinja"
@@ -386,7 +388,7 @@ def test_a_response_that_reached_its_limit_says_so(openai: OpenAI) -> None:
     """Whole and streamed."""
     for stream in (False, True):
         cut = ask(openai, "Tell me a story.", max_output_tokens=2, stream=stream)
-        assert cut.status == "incomplete"
+        assert (cut.status, cut.output[-1].status) == ("incomplete", "incomplete")
         assert cut.incomplete_details.reason == "max_output_tokens"
 
 
@@ -408,8 +410,8 @@ def cut_off(client: OpenAI, text: str, **fields: Any) -> tuple[str, str]:
     return id, read
 
 
-def ann_get(daemon: Daemon, path: str) -> Any:
-    return daemon.get(path, headers={"Authorization": "Bearer sk-ann"})
+def get_as(key: str, daemon: Daemon, path: str) -> Any:
+    return daemon.get(path, headers={"Authorization": f"Bearer {key}"})
 
 
 def kept(client: OpenAI, id: str) -> Any:
@@ -444,10 +446,12 @@ def test_a_response_that_was_cut_off_is_continued(
         daemon.kill()
         ann, bob = client_of(daemon.start(), "sk-ann"), client_of(daemon, "sk-bob")
         cut: Any = ann.responses.retrieve(id)
+        assert cut.output[-1].status == "incomplete"
         assert (cut.status, cut.store, cut.metadata) == ("incomplete", True, {"a": "b"})
         assert cut.output_text.startswith(read)
-        sessions = ann_get(daemon, "/towerd/v1/sessions")["sessions"]
-        chats = [ann_get(daemon, f"/towerd/v1/sessions/{each['id']}/chat") for each in sessions]
+        sessions = get_as("sk-ann", daemon, "/towerd/v1/sessions")["sessions"]
+        paths = [f"/towerd/v1/sessions/{each['id']}/chat" for each in sessions]
+        chats = [get_as("sk-ann", daemon, path) for path in paths]
         recorded = [each["messages"][-1]["parts"][-1]["text"] for each in chats]
         assert cut.output_text.strip() in [text.strip() for text in recorded]
         items = said(ann.conversations.items.list(made.id, order="asc"))
@@ -460,9 +464,7 @@ def test_a_response_that_was_cut_off_is_continued(
             "And then?",
         ]
         assert then.usage.input_tokens > cut.usage.output_tokens
-        if (
-            engine == "embedded"
-        ):  # rows are stored behind the turn: a llama-server's were not there yet
+        if engine == "embedded":  # a slot of a llama-server was not saved yet
             assert new_tokens(then) <= NEW_TOKENS_MAX
         assert said_in != ask(ann, "Why?", conversation=made.id, max_output_tokens=4).id
         with pytest.raises(NotFoundError):
@@ -472,6 +474,65 @@ def test_a_response_that_was_cut_off_is_continued(
         assert daemon.stop() == 0, daemon.log
     with daemon.stored():
         pass
+
+
+def test_a_response_whose_engine_failed(client_of: ClientOf, tmp_path: Path) -> None:
+    """It is kept as far as it came, as failed, and can be continued."""
+    with Daemon(tmp_path / "d", "--ctx-size", "16384", "--engine", "llama-server") as daemon:
+        client, id = client_of(daemon), ""
+        asked: Any = {"model": "m", "input": "Tell me a story.", "stream": True, **ENDLESS}
+        with suppress(APIError), client.responses.create(**asked) as events:
+            for event in events:
+                if event.type == "response.created":
+                    id = event.response.id
+                    (server,) = psutil.Process(daemon.pid).children()
+                    server.kill()
+        failed = kept(client, id)
+        assert (failed.status, failed.error.code) == ("failed", "server_error")
+        assert failed.error.message
+        until(lambda: requests.get(f"{daemon.url}/health", timeout=30).ok)
+        then = ask(client, "And?", previous_response_id=id, max_output_tokens=2)
+        assert then.status == "incomplete"
+        assert daemon.stop() == 0, daemon.log
+
+
+def test_a_stop_before_the_first_token(client_of: ClientOf, tmp_path: Path) -> None:
+    """The response says that it is incomplete, and that it is not kept."""
+    with Daemon(tmp_path / "d", "--ctx-size", "65536", "--parallel", "1") as daemon:
+        client = client_of(daemon)
+
+        def ask_long() -> Any:
+            return ask(client, "Word and so on, my dear, " * 4600, max_output_tokens=3)
+
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(ask_long)
+            until(lambda: daemon.get("/slots")[0]["is_processing"])
+            assert daemon.stop() == 0, daemon.log
+            response = asked.result()
+        assert (response.status, response.store, response.output) == ("incomplete", False, [])
+        with pytest.raises(NotFoundError):
+            client_of(daemon.start()).responses.retrieve(response.id)
+
+
+@pytest.mark.parametrize("engine", ["embedded", "llama-server"])
+def test_a_response_is_continued_at_once(client_of: ClientOf, tmp_path: Path, engine: str) -> None:
+    """By the client that left its stream, without a pause: in a chain and in a conversation, which has all items in
+    their order."""
+    with Daemon(tmp_path / "d", "--ctx-size", "16384", "--engine", engine) as daemon:
+        client = client_of(daemon)
+        for turn in range(10):
+            id, read = cut_off(client, f"Story {turn}.", **ENDLESS)
+            then = ask(client, "And?", previous_response_id=id, max_output_tokens=2)
+            items = said(client.responses.input_items.list(then.id, order="asc"))
+            assert (items[0], items[2:]) == (f"Story {turn}.", ["And?"])
+            assert items[1].startswith(read)
+            made = client.conversations.create()
+            _, read = cut_off(client, "Cut.", conversation=made.id, **ENDLESS)
+            ask(client, "Next.", conversation=made.id, max_output_tokens=2)
+            items = said(client.conversations.items.list(made.id, order="asc"))
+            assert (items[0], items[2], len(items)) == ("Cut.", "Next.", 4)
+            assert items[1].startswith(read)
+        assert daemon.stop() == 0, daemon.log
 
 
 def test_tenants_know_nothing_of_each_other(

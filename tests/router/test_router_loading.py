@@ -239,3 +239,19 @@ def test_each_model_records_its_own_traffic(make_router: MakeRouter, tmp_path: P
         head, *lines = [json.loads(line) for line in text.splitlines()]
         assert head["format"] == "towerd-trace/1"
         assert [line["in"] for line in lines] == evaluated
+
+
+def test_a_copy_of_a_loaded_file_is_refused(
+    make_router: MakeRouter, models_dir: Path, tmp_path: Path
+) -> None:
+    """With a reason that its client can act on, and the first one still answers."""
+    (folder := tmp_path / "copies").mkdir()
+    for name in ("one", "two"):
+        (folder / f"{name}.gguf").write_bytes((models_dir / "tales.gguf").read_bytes())
+    router = make_router(folder=folder)
+    assert ask(router, "one").status_code == 200
+    refused = ask(router, "two")
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"]) == (409, "conflict_error")
+    assert "served already under another name" in error["message"]
+    assert ask(router, "one").status_code == 200

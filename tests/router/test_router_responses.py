@@ -11,6 +11,8 @@ from openai import BadRequestError, NotFoundError, OpenAI
 from routed import MakeRouter, states
 
 LIMITS: dict[str, Any] = {"temperature": 0, "max_output_tokens": 6}
+ENDLESS: dict[str, Any] = {"max_output_tokens": 4000, "extra_body": {"ignore_eos": True}}
+CREATED = "response.created"
 
 
 def client_of(router: Daemon) -> OpenAI:
@@ -51,3 +53,18 @@ def test_a_deleted_session_takes_its_responses(make_router: MakeRouter) -> None:
         requests.delete(path, timeout=30).raise_for_status()
         with pytest.raises(NotFoundError):
             client.responses.retrieve(kept.id)
+
+
+@pytest.mark.parametrize("model", ["tales", "dice"])
+def test_a_response_that_was_left_is_continued_at_once(make_router: MakeRouter, model: str) -> None:
+    """By its model, and by another one, in another process."""
+    router = make_router()
+    with client_of(router) as client:
+        ask: Any = client.responses.create
+        ask(model=model, input="Hello.", **LIMITS)
+        for turn in range(5):
+            with ask(model="tales", input=f"Tell {turn}.", stream=True, **ENDLESS) as events:
+                id = next(event.response.id for event in events if event.type == CREATED)
+                assert any(event.type == "response.output_text.delta" for event in events)
+            then = ask(model=model, input="And?", previous_response_id=id, **LIMITS)
+            assert len(list(client.responses.input_items.list(then.id))) == 3

@@ -20,7 +20,7 @@ from hypothesis.stateful import precondition, rule
 from store_machine import StoreMachine
 from store_tools import OTHER_MODEL, OTHER_TOKENIZER, ROW_IDENTITY, make_hot, turn_of
 
-from towerd.errors import NotFound, StoreError, StoreLocked
+from towerd.errors import NotFound, ServedAlready, StoreError, StoreLocked
 from towerd.slots.row_identity import RowIdentity
 from towerd.store import Store
 from towerd.store.catalog.shared.broker import CatalogBroker
@@ -295,7 +295,7 @@ def test_a_conversation_entered_under_another_tokenizer_is_known_to_its_model(
 
 def test_one_model_is_not_opened_twice(shared: Shared) -> None:
     shared.open(ROW_IDENTITY)
-    with pytest.raises(StoreLocked, match="served already"):
+    with pytest.raises(ServedAlready, match="served already"):
         shared.open(ROW_IDENTITY)
 
 

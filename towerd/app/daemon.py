@@ -39,6 +39,7 @@ from towerd.api.llama import predict
 from towerd.api.llama.slots import BOOK
 from towerd.api.llama.task import RUNNING
 from towerd.api.llama.why import HABITS
+from towerd.api.responses.streamed import STREAMED, StreamedResponses
 from towerd.app.listening import listening
 from towerd.app.loop import run_on_loop, stop_event, tune_gc, watch_lag
 from towerd.app.next_steps import next_steps
@@ -82,6 +83,7 @@ def build_app(
     )
     app[RUNNING] = {}
     app[STREAMS] = KeptStreams()
+    app[STREAMED] = StreamedResponses()
     app[BODIES] = Bodies(config.request_bytes_max, ram)
     app[BACKLOGS] = Backlogs()
     app[TRANSFER] = Transfer()

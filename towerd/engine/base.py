@@ -14,7 +14,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
-    Coroutine,
     Mapping,
     Sequence,
 )
@@ -100,9 +99,6 @@ class GenerateRequest:
     next_prompt: Callable[[], Awaitable[Ids | None]] | None = None
     """Waits until the reply is complete and returns the tokens that every next request of this chat
     begins with; empty or None if they are not known. Raises TowerdError. None: `ids` are no chat."""
-    keep_cut_off: Callable[[Finish], Coroutine[Any, Any, None]] | None = None
-    """Waits until the reply is over, and keeps it as far as it came if its client left before its end. Called with a
-    recorded turn; raises nothing. None: there is nothing to keep beside the turn."""
     workflow: str | None = None
     """The client's X-Towerd-Workflow."""
     agent: str | None = None

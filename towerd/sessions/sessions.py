@@ -63,6 +63,8 @@ class RequestRun:
     started_s: float
     since: DeletionWatch
     """What is deleted while it runs."""
+    turn: asyncio.Future[Finish | None] | None = None
+    """See `Sessions.run`."""
     generation: Generation | None = None
     recording: asyncio.Future[Finish] | None = None
 
@@ -77,6 +79,11 @@ class RequestRun:
             return Ending.LEFT_EARLY
         failed = self.recording.cancelled() or self.recording.exception() is not None
         return Ending.UNRECORDED if failed else Ending.RECORDED
+
+    def settle(self, finish: Finish | None) -> None:
+        """Tell what was recorded of it."""
+        if self.turn is not None and not self.turn.done():
+            self.turn.set_result(finish)
 
 
 class Sessions:
@@ -107,20 +114,24 @@ class Sessions:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(
-        self, request: GenerateRequest, since: DeletionWatch | None = None
+        self,
+        request: GenerateRequest,
+        since: DeletionWatch | None = None,
+        turn: asyncio.Future[Finish | None] | None = None,
     ) -> AsyncGenerator[Event]:
         """The events of one request; closing the iterator early cancels it. since: what was deleted
         before, for a request that began earlier, or evaluates an earlier one again; None: from now on.
+        turn: gets the Finish once it is recorded, also if the iterator was closed before; None if nothing was.
 
         Tokens generated until then are kept. The Finish event is yielded only after the turn is
         durable. Raises what `Engine.generate` raises, and DiskFull."""
-        await self.recorder.check_room()
-        use = self._cold.enter(request) if self._cold is not None else None
         since = self.recorder.watch_deletions() if since is None else since
-        run = RequestRun(request, use, time.time(), since)
-        if self._anticipator is not None:
-            self._anticipator.asked(request)
+        run = RequestRun(request, None, time.time(), since, turn)
         try:
+            await self.recorder.check_room()
+            use = run.use = self._cold.enter(request) if self._cold is not None else None
+            if self._anticipator is not None:
+                self._anticipator.asked(request)
             if self._fetcher is not None and request.cache_prompt and not request.background:
                 ids = np.asarray(request.ids, np.int32)
                 await self._fetcher.before(ids, request.scope, since)
@@ -165,9 +176,15 @@ class Sessions:
         return found | ({} if self._reevaluator is None else self._reevaluator.stats())
 
     async def drain(self) -> None:
-        """Wait for the recording of requests whose clients left."""
+        """Wait for the recording of requests whose clients left, and for `see_through`."""
         while self._closing:
             await asyncio.wait(self._closing)
+
+    def see_through(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work in a task of its own that `drain` waits for."""
+        task = asyncio.create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def _end(self, run: RequestRun) -> None:
         """Finish a request. Work that remains runs in a task of its own: the current task may be
@@ -175,28 +192,23 @@ class Sessions:
         match run.ending:
             case Ending.NOT_RUN | Ending.UNRECORDED:
                 self._leave(run)
+                run.settle(None)
             case Ending.CUT_OFF:
-                self._later(self._record_cut_off(run))
+                self.see_through(self._record_cut_off(run))
             case Ending.LEFT_EARLY:
-                self._later(self._leave_recorded(run))
+                self.see_through(self._leave_recorded(run))
             case Ending.RECORDED:
                 self._leave(run)
                 if run.recording is not None:
-                    self._answered(run.request, run.recording.result(), run.since)
+                    self._answered(run, run.recording.result())
 
-    def _answered(self, request: GenerateRequest, finish: Finish, since: DeletionWatch) -> None:
-        """Begin what follows an answer: what is kept of one that was cut off, and what is done in idle time."""
-        if request.keep_cut_off is not None and finish.ids:
-            self._later(request.keep_cut_off(finish))
+    def _answered(self, run: RequestRun, finish: Finish) -> None:
+        """Tell of a recorded turn, and begin what is done in idle time."""
+        run.settle(finish)
         if self._anticipator is not None:
-            self._anticipator.answered(request, finish)
+            self._anticipator.answered(run.request, finish)
         if self._reevaluator is not None:
-            self._reevaluator.answered(request, finish, since)
-
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+            self._reevaluator.answered(run.request, finish, run.since)
 
     def _leave(self, run: RequestRun) -> None:
         """Release what the request held. Rows that are not recorded by then are not kept."""
@@ -211,20 +223,22 @@ class Sessions:
         try:
             finish = await run.generation.cancel()
             if finish is not None:
-                self._answered(run.request, await self._record(run, finish), run.since)
+                self._answered(run, await self._record(run, finish))
         except TowerdError as error:
             log.error("an abandoned turn was not recorded", extra={"error": str(error)})
         finally:
             self._leave(run)
+            run.settle(None)  # unless it was recorded
 
     async def _leave_recorded(self, run: RequestRun) -> None:
         assert run.recording is not None
         try:
-            self._answered(run.request, await run.recording, run.since)
+            self._answered(run, await run.recording)
         except TowerdError as error:
             log.error("a turn was not recorded", extra={"error": str(error)})
         finally:
             self._leave(run)
+            run.settle(None)  # unless it was recorded
 
     async def _record(self, run: RequestRun, finish: Finish) -> Finish:
         """Commit the turn; a prompt without an answer is only kept as reusable tokens."""

@@ -457,13 +457,15 @@ class Writer:
         n_cached: int,
         extra: bytes,
         shown: bytes = b"",
-        is_cut_off: bool = False,
     ) -> bytes:
         """The events that close one choice of a stream. Without streaming, the whole response at
         the call for its last choice, and nothing before. n_cached: `tokens_cached`; extra: empty,
         or a JSON object whose fields are added to the reply or its last event. shown: empty, or a JSON
-        object whose fields replace those that are shown in this choice's response. is_cut_off: of a stream that
-        its client left, tokens may not have been written by `partial`; their text is added."""
+        object whose fields replace those that are shown in this choice's response. A stream gets the text
+        that `partial` has not written."""
+
+    def response_id(self, choice: int) -> str:
+        """The id of a choice's response, of /v1/responses."""
 
     def response(self, choice: int) -> bytes:
         """JSON of the object of a finished choice's response, of /v1/responses."""

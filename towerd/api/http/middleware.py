@@ -52,8 +52,9 @@ QUIET_PATHS = frozenset(
     "/api/version /api/tags /api/ps".split()
 )
 """What is read of these neither wakes a model nor keeps it from sleeping."""
-QUIET_WRITES = ("/api/show", "/api/create", "/api/copy", "/api/delete", "/api/push")
-"""Those that read with a POST, or are always refused."""
+READ_BY_POST = "/api/show"
+"""As quiet."""
+ALWAYS_REFUSED = ("/api/create", "/api/copy", "/api/delete", "/api/push")
 BLOBS = "/api/blobs/"
 """What is always refused below it."""
 HEADERS_EXPOSED = "X-Towerd-Reuse, X-Towerd-Session"
@@ -173,7 +174,7 @@ def _is_quiet(request: web.Request) -> bool:
     if request.method in ("GET", "HEAD"):
         is_read = request.path in QUIET_PATHS or is_health(request)
     else:
-        is_read = request.path in QUIET_WRITES
+        is_read = request.path in (READ_BY_POST, *ALWAYS_REFUSED)
     return is_read or request.path.startswith(BLOBS)
 
 

@@ -33,6 +33,7 @@ from towerd.api.llama.streams import CONVERSATION, follow, key_of
 from towerd.api.llama.task import RUNNING, Task, parse_task
 from towerd.api.llama.why import find_divergence
 from towerd.api.responses.pending_response import PendingResponse
+from towerd.api.responses.streamed import STREAMED, StreamedResponse
 from towerd.engine.base import Event, Finish, Started
 from towerd.errors import InvalidRequest, NotSupported, TowerdError, unforeseen
 from towerd.sessions.slot_saves import SlotChat
@@ -140,7 +141,8 @@ async def _running(request: web.Request, task: Task, title: str) -> AsyncIterato
     under_way[task.wire.id] = task
     if task.began is None:
         task.began = service.store, service.sessions.recorder.watch_deletions()
-    end = ""
+    end, names = "", task.streamed_names
+    streamed = request.app[STREAMED].enter(request[TENANT].scope, names) if names else None
     try:
         async with fan_out(
             service.sessions, task, parallel=n_slots, events_max=events_max
@@ -152,7 +154,21 @@ async def _running(request: web.Request, task: Task, title: str) -> AsyncIterato
     finally:
         del under_way[task.wire.id]
         task.close()
+        if task.has_more_to_keep:
+            service.sessions.see_through(_keep_rest(task, streamed))
+        elif streamed is not None:
+            streamed.end()
         _log_ended(request, task, title, end)
+
+
+async def _keep_rest(task: Task, streamed: StreamedResponse | None) -> None:
+    if streamed is not None:
+        streamed.left()
+    try:
+        await task.keep_rest()
+    finally:
+        if streamed is not None:
+            streamed.end()
 
 
 def _log_ended(request: web.Request, task: Task, title: str, end: str) -> None:
@@ -255,6 +271,7 @@ async def _pass_on(
             item = await _next(ping_s, stream, events)
         await stream.write(task.writer.end())
     except TowerdError as error:
+        task.error = error
         log_refused(request, error.status, error.kind, error.public)
         await stream.write(error_event(request.path, error))
     except ClientStalled:
@@ -264,7 +281,7 @@ async def _pass_on(
         raise
     except Exception as error:
         log.exception("a stream failed")
-        hidden = unforeseen(error, "Internal error; see the daemon's log")
+        hidden = task.error = unforeseen(error, "Internal error; see the daemon's log")
         await stream.write(error_event(request.path, hidden))
 
 

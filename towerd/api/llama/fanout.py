@@ -72,6 +72,7 @@ async def _run(sessions: Sessions, task: Task, waiting: Iterator[int], events: E
     """Run waiting choices, one after the other."""
     since = None if task.began is None else task.began[1]
     for index in waiting:
-        async with aclosing(sessions.run(await task.request_of(index), since)) as running:
+        request = await task.request_of(index)
+        async with aclosing(sessions.run(request, since, task.turn_of(index))) as running:
             async for event in running:
                 await events.queue.put((index, event))

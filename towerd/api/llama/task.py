@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -72,6 +71,8 @@ class TaskChoice:
         """From a parsed request to its first token; None before it."""
         self.n_tokens = 0
         """Tokens of the reply so far."""
+        self.turn: asyncio.Future[Finish | None] | None = None
+        """See `Sessions.run`; None before it runs, and of all but responses that are kept."""
         self.ending: asyncio.Task[bytes] | None = None
         """Writes the end of a response and keeps it; None before, and of other endpoints."""
         self._threads = threads
@@ -79,8 +80,8 @@ class TaskChoice:
         self._writer = writer
         self._index = index
         self._began_s = time.monotonic()
-        self._is_over = asyncio.Event()
-        self._is_whole = False
+        self._is_whole: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Whether the writer has all of the reply; not done while more may come."""
 
     @property
     def reuse(self) -> Reuse:
@@ -100,18 +101,13 @@ class TaskChoice:
 
     def end(self, *, is_whole: bool) -> None:
         """No more of the reply will come; only the first call counts. is_whole: the writer has all of it."""
-        if not self._is_over.is_set():
-            self._is_whole = is_whole
-            self._is_over.set()
-
-    async def over(self) -> bool:
-        """Wait until no more of the reply comes. Returns whether all of it came."""
-        await self._is_over.wait()
-        return self._is_whole
+        if not self._is_whole.done():
+            self._is_whole.set_result(is_whole)
 
     async def next_prompt(self) -> Ids | None:
         """See `GenerateRequest.next_prompt`."""
-        return await self._threads.call(0, self._next_prompt) if await self.over() else None
+        is_whole = await asyncio.shield(self._is_whole)
+        return await self._threads.call(0, self._next_prompt) if is_whole else None
 
     def _next_prompt(self) -> Ids:
         return self._request.next_prompt(self._writer.message(self._index))
@@ -142,6 +138,8 @@ class Task:
         self.began: tuple[Store, DeletionWatch] | None = None
         """The store when it began, and what was deleted there since; None: it has not begun. A conversation that
         is continued begins before its tokens are read."""
+        self.error: TowerdError | None = None
+        """Why it failed while it was streamed."""
         self._engine = engine
         self._threads = engine.wire
         self._template = template
@@ -238,8 +236,13 @@ class Task:
             media=self.wire.media(prompt),
             reply=choice.reply,
             next_prompt=choice.next_prompt,
-            keep_cut_off=None if self._pending is None else partial(self._keep_cut_off, index),
         )
+
+    def turn_of(self, index: int) -> asyncio.Future[Finish | None] | None:
+        """What is to get the turn of a choice that runs from now on; None: it does not matter here."""
+        if self._pending is not None and self._pending.is_to_be_kept:
+            self.choices[index].turn = asyncio.get_running_loop().create_future()
+        return self.choices[index].turn
 
     async def events(self, index: int, event: Event) -> bytes:
         """The bytes of an event of a choice in a stream. Raises TowerdError."""
@@ -267,22 +270,48 @@ class Task:
         choice.end(is_whole=True)
         return data
 
-    async def _keep_cut_off(self, index: int, finish: Finish) -> None:
-        """See `GenerateRequest.keep_cut_off`. The client of a stream knows the response's id, and may continue it; one
-        that waited for a whole reply knows nothing of it, and asks again."""
-        choice = self.choices[index]
-        if await choice.over():
-            return
-        try:
-            if choice.ending is not None:
-                await choice.ending
-            elif self.wire.stream:
-                await self._end(index, finish, is_cut_off=True)
-        except TowerdError as error:
-            log.error("a response was not kept", extra={"error": str(error)})
+    @property
+    def streamed_names(self) -> list[str]:
+        """The ids of the responses that it streams and keeps, and of their conversation."""
+        if self._pending is None or not self.wire.stream or not self._pending.is_to_be_kept:
+            return []
+        ids = [self.writer.response_id(index) for index in range(len(self.choices))]
+        return ids + ([self._pending.conversation] if self._pending.conversation else [])
 
-    async def _end(self, index: int, finish: Finish, *, is_cut_off: bool = False) -> bytes:
-        """See `final`. is_cut_off: its client left before all of it was written."""
+    @property
+    def has_more_to_keep(self) -> bool:
+        """Whether it was closed before all responses were kept that `keep_rest` keeps."""
+        return any(map(self._is_to_be_kept, self.choices))
+
+    def _is_to_be_kept(self, choice: TaskChoice) -> bool:
+        if choice.ending is not None:
+            return not choice.ending.done()
+        return self.wire.stream and choice.turn is not None
+
+    async def keep_rest(self) -> None:
+        """Keep its responses as far as they came before it was closed. The client of a stream knows a response's id,
+        and may continue it; one that waited for a whole reply knows nothing of it, and asks again."""
+        for index in range(len(self.choices)):
+            try:
+                await self._keep(index)
+            except TowerdError as error:
+                log.error("a response was not kept", extra={"error": str(error)})
+            except Exception:
+                log.exception("a response was not kept")
+
+    async def _keep(self, index: int) -> None:
+        choice = self.choices[index]
+        if not self._is_to_be_kept(choice):
+            return
+        if choice.ending is not None:
+            await choice.ending
+        elif choice.turn is not None:
+            finish = await choice.turn
+            if finish is not None and finish.ids:
+                await self._end(index, finish)
+
+    async def _end(self, index: int, finish: Finish) -> bytes:
+        """See `final`."""
         extra = b""
         if self.wire.stream:
             extra = encode({"towerd": towerd_json(finish)})
@@ -291,13 +320,17 @@ class Task:
         choice = self.choices[index]
         reply, choice.reply = choice.reply, None
         assert reply is not None
-        slot, pending, shown = finish.slot if self._sees_slots else 0, self._pending, b""
+        slot, pending = finish.slot if self._sees_slots else 0, self._pending
+        shown: dict[str, Any] = {}
         if pending is not None and not finish.ids:
             pending = await pending.without_tokens(self.session, self.scope)
-            shown = encode({"store": pending.is_kept})
-        if finish.stop == "cancelled":
-            shown = encode({"status": "incomplete"})
-        ended = reply, slot, finish.n_cached, extra, shown, is_cut_off
+            shown["store"] = pending.is_kept
+        if self.error is not None:
+            error = {"code": "server_error", "message": self.error.public}
+            shown |= {"status": "failed", "error": error}
+        elif finish.stop == "cancelled":
+            shown["status"] = "incomplete"
+        ended = reply, slot, finish.n_cached, extra, encode(shown) if shown else b""
         data = await self._threads.call(0, self.writer.final, *ended)
         if pending is not None:
             since = None if self.began is None else self.began[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,6 +21,7 @@ from towerd.api.http.fields import wrong_type
 from towerd.api.http.keys import CONFIG, LIMITS, TENANT, service_of
 from towerd.api.http.reply import encode
 from towerd.api.responses.items import checked_metadata, named_items
+from towerd.api.responses.streamed import LOOK_S, LOOK_S_MAX, STREAMED
 from towerd.errors import InvalidRequest, NotFound, NotSupported, TooLarge
 from towerd.store.sessions.conversations import ContextItem, ResponseContext
 from towerd.store.sessions.responses import NewResponse
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RawFields: TypeAlias = Mapping[str, msgspec.Raw]
+NOT_FOUND = "previous_response_not_found"
 CONTEXT_FIELDS = ("previous_response_id", "conversation")
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -55,6 +58,8 @@ class PendingResponse:
     input: Sequence[ContextItem]
     """Its own items; none if they are not kept."""
     store: Store
+    conversation: str = ""
+    """The id of the one that it is said in; empty: none."""
     session: int | None = None
     """The row of its session, if it has no turn."""
 
@@ -70,14 +75,22 @@ class PendingResponse:
         own = asked.shown, scope, asked.is_kept
         if not asked.name:
             return cls(*own, ResponseContext(), asked.input, store), body
-        context = await asyncio.to_thread(asked.context, store, scope)
+        await request.app[STREAMED].wait(scope, asked.name)
+        is_alone = request.app[CONFIG].catalog_fd is None
+        context = await asked.found_context(store, scope, wait_s=0 if is_alone else LOOK_S_MAX)
         n_bytes = sum(map(len, context.items))
         bytes_max = request.app[CONFIG].request_bytes_max
         if n_bytes + len(body) > bytes_max:
             raise TooLarge(f"The conversation exceeds the limit of a request, {bytes_max} bytes")
         request.app[BODIES].hold(request, n_bytes)
         whole = await asyncio.to_thread(asked.with_context, context)
-        return cls(*own, replace(context, items=()), asked.input, store), whole
+        conversation = asked.name if asked.field == "conversation" else ""
+        return cls(*own, replace(context, items=()), asked.input, store, conversation), whole
+
+    @property
+    def is_to_be_kept(self) -> bool:
+        """Whether the response, or its items in a conversation, are kept."""
+        return self.is_kept or bool(self.conversation)
 
     def hold(self, request: web.Request) -> None:
         """Count what is remembered of the body of a request among the bodies, until the request ends."""
@@ -97,7 +110,7 @@ class PendingResponse:
     ) -> None:
         """Keep the response, and add it to its conversation, durably. scope: of its turn; since: that of its
         turn. Raises DiskFull or another StoreError."""
-        if not self.is_kept and self.context.conversation is None:
+        if not self.is_to_be_kept:
             return
         if finish.ids and not finish.session:
             return  # it was deleted meanwhile
@@ -161,6 +174,18 @@ class _AskedContext:
         items = named_items(_input_items(fields) or ()) if is_kept or name else ()
         return cls(fields, field, name, is_kept, encode(shown), items)
 
+    async def found_context(self, store: Store, scope: str, *, wait_s: float) -> ResponseContext:
+        """As `context`, of a response that may appear within `wait_s`."""
+        until_s = time.monotonic() + wait_s
+        while True:
+            try:
+                return await asyncio.to_thread(self.context, store, scope)
+            except InvalidRequest as error:
+                is_unknown = error.extra.get("code") == NOT_FOUND
+                if not is_unknown or time.monotonic() >= until_s:
+                    raise
+            await asyncio.sleep(LOOK_S)
+
     def context(self, store: Store, scope: str) -> ResponseContext:
         """What it continues. Raises NotFound, and InvalidRequest as `ResponseTable.context`."""
         try:
@@ -172,7 +197,7 @@ class _AskedContext:
                 raise NotFound(error.message, param=self.field) from error
             raise InvalidRequest(
                 f"Previous response with id '{self.name[:100]}' not found.",
-                code="previous_response_not_found",
+                code=NOT_FOUND,
                 param=self.field,
             ) from error
 

@@ -18,7 +18,7 @@ from towerd.api.http.tenants import CALLER, SOCKET
 from towerd.engine.llama_server.process.client import Body, Client
 from towerd.engine.llama_server.process.process import describe_exit
 from towerd.engine.llama_server.process.silence import LOOK_S
-from towerd.errors import DiskFull, ModelError, TowerdError
+from towerd.errors import DiskFull, ModelError, ServedAlready, TowerdError
 from towerd.router.loading.child import CHECK, LENGTH_BYTES, LOAD
 from towerd.settings.config import Config, chats_bytes
 from towerd.store.catalog.shared.broker import CatalogConnection
@@ -165,8 +165,9 @@ class ModelProcess:
                 f"The process of the model {name} {self.how_it_ended()} while loading."
             )
         said = json.loads(line)
-        if said["kind"] == DiskFull.kind:
-            return DiskFull(said["error"])
+        for kind in (DiskFull, ServedAlready):
+            if said["kind"] == kind.kind:
+                return kind(said["error"])
         public = said["public"].replace(str(self._config.model), name)
         return ModelError(said["error"], public=public)
 

@@ -516,11 +516,12 @@ void bind_writer(nb::module_ & m) {
              "choice"_a, "total"_a, "cached"_a, "processed"_a, "time_ms"_a)
         .def("final",
              [](Writer & w, Reply & reply, int id_slot, int32_t n_cached, const nb::bytes & extra,
-                const nb::bytes & shown, bool is_cut_off) {
+                const nb::bytes & shown) {
                  const std::string text = text_of(extra), fields = text_of(shown);
-                 return bytes_of(unlocked([&] { return w.final(reply, id_slot, n_cached, text, fields, is_cut_off); }));
+                 return bytes_of(unlocked([&] { return w.final(reply, id_slot, n_cached, text, fields); }));
              },
-             "reply"_a, "id_slot"_a, "n_cached"_a, "extra"_a, "shown"_a = nb::bytes(""), "is_cut_off"_a = false)
+             "reply"_a, "id_slot"_a, "n_cached"_a, "extra"_a, "shown"_a = nb::bytes(""))
+        .def("response_id", &Writer::response_id, "choice"_a)
         .def("response", [](const Writer & w, size_t choice) {
             return bytes_of(unlocked([&] { return w.response(choice); }));
         }, "choice"_a)

@@ -347,7 +347,7 @@ void Reply::fill(server_task_result_cmpl_final & result) {
     const size_t n_stop = towerd_tokenize(request_->model().vocab, stopping_word(), false, false).size();
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto &                      params = request_->params();
-    if (!params.stream) {  // else all of it has been sent
+    if (!params.stream) {  // else the writer adds what it has not sent
         result.content = generated_text_;
         if (params.return_tokens) {
             result.tokens = generated_tokens_;

@@ -49,6 +49,7 @@ Writer::Writer(std::shared_ptr<const Request> request, const std::string & shown
             states_.emplace_back(request_->params().chat_parser_params);
         }
         depths_.assign(n, 0);
+        has_begun_.assign(n, false);
         finals_.assign(n, "");
         responses_.assign(n, "null");
         if (!shown.empty()) {
@@ -80,7 +81,7 @@ std::string Writer::partial(const Chunk & chunk) {
         describe(result, chunk.choice);
         result.content               = chunk.token.text_to_send;
         result.tokens                = {chunk.token.tok};
-        result.n_decoded             = chunk.n_decoded;
+        result.n_decoded             = n_shown(chunk);
         result.n_prompt_tokens       = chunk.n_prompt;
         result.n_prompt_tokens_cache = chunk.n_prompt_cached;
         result.stats                 = chunk.stats;
@@ -92,6 +93,17 @@ std::string Writer::partial(const Chunk & chunk) {
         show(data, shown_);
         return events(data);
     });
+}
+
+// llama-server begins a message or a response with its first token, which is not sent if it ends within a character.
+int32_t Writer::n_shown(const Chunk & chunk) {
+    const auto type = request_->params().res_type;
+    if (type == TASK_RESPONSE_TYPE_NONE) {
+        return chunk.n_decoded;  // its client sees it
+    }
+    const bool is_first = !has_begun_.at(chunk.choice);
+    has_begun_.at(chunk.choice) = true;
+    return is_first ? 1 : std::max(2, chunk.n_decoded);
 }
 
 std::string Writer::progress(size_t choice, int32_t total, int32_t cached, int32_t processed, int64_t time_ms) {
@@ -122,7 +134,7 @@ std::string Writer::progress(size_t choice, int32_t total, int32_t cached, int32
 }
 
 std::string Writer::final(Reply & reply, int id_slot, int32_t n_cached, const std::string & extra,
-                          const std::string & shown, bool is_cut_off) {
+                          const std::string & shown) {
     return answering(ERROR_TYPE_SERVER, [&] {
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto &                      params = request_->params();
@@ -132,9 +144,8 @@ std::string Writer::final(Reply & reply, int id_slot, int32_t n_cached, const st
         server_task_result_cmpl_final result;
         describe(result, reply.choice());
         reply.fill(result);
-        if (is_cut_off) {
-            const std::string text = reply.text();
-            result.content = text.substr(std::min(text.size(), states_.at(reply.choice()).generated_text.size()));
+        if (params.stream) {
+            result.content = unsent(reply);
         }
         check_depth(reply.choice(), result.content);
         result.id_slot           = id_slot;
@@ -177,6 +188,11 @@ void Writer::show(json & data, const json & shown, stop_type stop) {
         for (json & event : data) {
             show(event, shown, stop);
         }
+        const json * response = data.empty() ? nullptr : response_in(data.back());
+        json *       before   = data.size() < 2 ? nullptr : &data.at(data.size() - 2);
+        if (response != nullptr && before != nullptr && text_in(*before, "event") == "response.output_item.done") {
+            before->at("data")["item"] = response->at("output").back();  // which says how it ended
+        }
         return;
     }
     if (json * response = response_in(data)) {
@@ -187,7 +203,25 @@ void Writer::show(json & data, const json & shown, stop_type stop) {
             (*response)["status"]             = "incomplete";
             (*response)["incomplete_details"] = json{{"reason", "max_output_tokens"}};
         }
+        const std::string status = text_in(*response, "status");
+        if ((status == "incomplete" || status == "failed") && response->contains("output") && !response->at("output").empty()) {
+            response->at("output").back()["status"] = "incomplete";  // nothing follows where it was cut
+        }
     }
+}
+
+// Text that might have become a stop string was held back, and of a stream that its client left, tokens may not have
+// been written. Half a character at the end stays unsent, as in llama-server.
+std::string Writer::unsent(const Reply & reply) const {
+    const std::string text = reply.text();
+    const size_t      n    = states_.at(reply.choice()).generated_text.size();
+    std::string       left = text.substr(std::min(text.size(), n));
+    left.resize(validate_utf8(left));
+    return left;
+}
+
+std::string Writer::response_id(size_t choice) const {
+    return states_.at(choice).oai_resp_id;
 }
 
 std::string Writer::response(size_t choice) const {

@@ -24,10 +24,12 @@ public:
     std::string progress(size_t choice, int32_t total, int32_t cached, int32_t processed, int64_t time_ms);
     // The events that close one choice of a stream; without streaming the whole reply, once every choice has ended.
     // `extra`: a JSON object whose fields are added to the reply, or to the last event of a stream. `shown`: empty, or a
-    // JSON object whose fields replace those that are shown in this choice's response. `is_cut_off`: of a stream that
-    // its client left, tokens may not have been written by `partial`; their text is added.
+    // JSON object whose fields replace those that are shown in this choice's response. A stream gets the text that `partial`
+    // has not written.
     std::string final(Reply & reply, int id_slot, int32_t n_cached, const std::string & extra,
-                      const std::string & shown = "", bool is_cut_off = false);
+                      const std::string & shown = "");
+    // The id of a choice's response, of /v1/responses.
+    std::string response_id(size_t choice) const;
     // The object of a choice's response, which has ended, of /v1/responses.
     std::string response(size_t choice) const;
     // The bytes after the last choice of a stream.
@@ -41,6 +43,8 @@ private:
     std::string events(const json & data) const;
     void        keep(size_t choice, json data);
     std::string whole();
+    int32_t     n_shown(const Chunk & chunk);
+    std::string unsent(const Reply & reply) const;
     static void show(json & data, const json & shown, stop_type stop = STOP_TYPE_NONE);
     void        check_depth(size_t choice, const std::string & text);
 
@@ -48,6 +52,7 @@ private:
     mutable std::mutex             mutex_;
     std::vector<task_result_state> states_;
     std::vector<size_t>            depths_;  // of brackets open in each choice's text
+    std::vector<bool>              has_begun_;
     std::vector<std::string>       finals_;  // texts, which take far less than values do; empty: not there yet
     json                           common_;  // of several choices in one object: the first one's, without `choices`
     json                           shown_;

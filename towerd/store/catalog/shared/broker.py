@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from towerd.errors import StoreError, StoreLocked
+from towerd.errors import ServedAlready, StoreError
 from towerd.store.catalog import database
 from towerd.store.catalog.catalog import DELETED, Undo
 from towerd.store.catalog.identity import TokenizerIdentity
@@ -240,7 +240,10 @@ class BrokerClient:
         for each in self._broker.others(self):
             if each.row_identity == row_identity:
                 if not each.is_gone:
-                    raise StoreLocked("this model is served already, with the same settings")
+                    raise ServedAlready(
+                        "This model is served already under another name, with the same settings: "
+                        "ask for that one, or unload it first."
+                    )
                 each.row_identity = 0  # its thread waits for its turn to leave
         self.row_identity, self.tokenizer = row_identity, tokenizer
         self.unseen.clear()

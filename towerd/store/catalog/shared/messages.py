@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from towerd.errors import DiskFull, StoreError, StoreLocked, StoreVersion
+from towerd.errors import DiskFull, ServedAlready, StoreError, StoreLocked, StoreVersion
 from towerd.store.catalog.database import CatalogDamaged
 
 ERRORS: dict[str, type[StoreError]] = {
     kind.__name__: kind
-    for kind in (StoreError, StoreLocked, StoreVersion, DiskFull, CatalogDamaged)
+    for kind in (StoreError, StoreLocked, ServedAlready, StoreVersion, DiskFull, CatalogDamaged)
 }
 """The errors of a catalog that keep their kind on the way."""
 
