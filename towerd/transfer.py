@@ -266,7 +266,8 @@ def _sent(
 
 
 def _media_counts(file: TowerFile, n_kept: int, keeps_media: bool) -> dict[str, int]:
-    n_sound = len(file.sent()) if keeps_media else len(file.media)  # else they need not be there
+    is_cut_off = not keeps_media and not file.files  # on purpose, which is no damage
+    n_sound = len(file.media) if is_cut_off else len(file.sent())
     return {
         "kept": n_kept,
         "damaged": len(file.media) - n_sound,
