@@ -65,16 +65,18 @@ async def test_a_head_has_no_body(client: Client, path: str) -> None:
     """What follows on the connection is the reply to the next request."""
     reader, writer = await asyncio.open_connection(client.host, client.port)
     n_bytes = 0
-    for n, method in enumerate(("HEAD", "GET")):
-        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        writer.write(head.encode())
-        told = await reader.readuntil(b"\r\n\r\n")
-        assert told.startswith(b"HTTP/1.1 200 OK\r\n"), (n, told[:99])
-        (line,) = (each for each in told.split(b"\r\n") if each.startswith(b"Content-Length"))
-        n_bytes = int(line.split()[1])
-        assert n_bytes >= len(FILE)
-    assert (await reader.readexactly(n_bytes)).endswith(FILE)
-    writer.close()
+    try:
+        for n, method in enumerate(("HEAD", "GET")):
+            head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            writer.write(head.encode())
+            told = await reader.readuntil(b"\r\n\r\n")
+            assert told.startswith(b"HTTP/1.1 200 OK\r\n"), (n, told[:99])
+            (line,) = (each for each in told.split(b"\r\n") if each.startswith(b"Content-Length"))
+            n_bytes = int(line.split()[1])
+            assert n_bytes >= len(FILE)
+        assert (await reader.readexactly(n_bytes)).endswith(FILE)
+    finally:
+        writer.transport.abort()
 
 
 @pytest.mark.parametrize("path", PATHS)
