@@ -30,8 +30,9 @@ from towerd.search.speech import messages
 from towerd.store import History
 from towerd.store.catalog.identity import TokenizerIdentity
 from towerd.store.catalog.vocabularies import KeptVocabulary, some_words
+from towerd.store.sessions import history as history_turns
 from towerd.store.sessions.history import MEDIA_MAX, NamedBase, PastTurn, media_keys
-from towerd.store.sessions.media import FILE_BYTES_MAX
+from towerd.store.sessions.media import FILE_BYTES_MAX, medium_key
 from towerd.tokens import Ids
 from towerd.tower_file import (
     COMPRESSED_BYTES_MAX,
@@ -299,6 +300,32 @@ def test_of_very_many_media_the_first_are_carried() -> None:
     keys = media_keys(replace(history_of((turn,)), leaf=0, stream=stream))
     assert len(keys) == MEDIA_MAX
     assert carried((int(stream[0]),), PNG).key in keys
+
+
+def test_what_turns_share_is_looked_through_once(
+    pack: Pack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short file of turns that share thousands of pictures takes no minutes; one that carries none is not looked
+    through at all."""
+    n, n_turns, hashed = 1000, 200, []
+
+    def counted(ids: Ids) -> bytes:
+        hashed.append(len(ids))
+        return medium_key(ids)
+
+    monkeypatch.setattr(history_turns, "medium_key", counted)
+    first = PastTurn(None, 0, 0, n, 0, 0, 1.0, 1.0, True)
+    others = (PastTurn(0, 0, n, n + 1, 0, 0, 1.0, 1.0, True),) * (n_turns - 1)
+    pictures = np.arange(n, dtype=np.int64) - (1 << 31)
+    stream = np.concatenate([pictures, np.full(n_turns - 1, -5)]).astype(np.int32)
+    history = replace(history_of((first, *others)), leaf=0, stream=stream)
+    data = pack(history)
+    read(data)
+    assert not hashed
+    keys = media_keys(history)
+    expected = {carried((id,), PNG).key for id in pictures.tolist()}
+    assert keys == expected | {carried((int(pictures[-1]), -5), PNG).key}
+    assert sum(hashed) <= n + 2 * n_turns
 
 
 def test_damaged_media_are_left_out(vocabulary: GgufVocabulary) -> None:

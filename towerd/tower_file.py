@@ -451,8 +451,9 @@ def read(data: bytes) -> TowerFile:
         n_written = 0 if file.written is None else file.written.n_ids
         if len(history.stream) + n_written != sum(turn.n - turn.n_shared for turn in history.turns):
             raise contradiction()
-        if file.written is None and not {each.key for each in file.media} <= media_keys(history):
-            raise contradiction()
+        if file.media and file.written is None:
+            if not {each.key for each in file.media} <= media_keys(history):
+                raise contradiction()
     return replace(file, files=_files(file.media, behind))
 
 

@@ -241,28 +241,37 @@ def import_session(
     history = file.whole(codec.vocabulary)
     with suppress(NotFound):
         thaw(store, codec, history.id, scope)
-    sent = _sent(file, history) if keeps_media else []
-    with store.media.written(sent, scope) as media:
+    sent, n_here = _sent(store, file, history, scope) if keeps_media else ([], 0)
+    with store.media.written(sent, scope, checks=True) as media:
         added = store.add_history(history, scope, since, media)
     here = {
         base.digest for base in store.bases.listing() if base.scope in (scope, public_of(scope))
     }
     found = _imported(store.session(history.id, scope), added, history, here)
-    return found | {"media": _media_counts(file, len(media))}
+    return found | {"media": _media_counts(file, len(media) + n_here, keeps_media)}
 
 
-def _sent(file: TowerFile, history: History) -> list[SentMedium]:
-    """The undamaged media of a file, if its turns have them."""
+def _sent(
+    store: Store, file: TowerFile, history: History, scope: str, tokenizer: str = ""
+) -> tuple[list[SentMedium], int]:
+    """The undamaged media of a file that its turns have and the session here lacks; and how many it has undamaged. Those
+    stay: nothing in the file proves that its own are what the conversation was held about."""
     keys = media_keys(history) if file.media else set()
-    return [each for each in file.sent() if each.key in keys]
+    sent = [each for each in file.sent() if each.key in keys]
+    row = store.media.session(history.id, scope, tokenizer) if sent else None
+    if row is None:
+        return sent, 0
+    lacked = [each for each in sent if store.media.file(row, each.key) is None]
+    return lacked, len(sent) - len(lacked)
 
 
-def _media_counts(file: TowerFile, n_kept: int) -> dict[str, int]:
-    n_here = len(file.sent())
+def _media_counts(file: TowerFile, n_kept: int, keeps_media: bool) -> dict[str, int]:
+    is_cut_off = not keeps_media and not file.files  # on purpose, which is no damage
+    n_sound = len(file.media) if is_cut_off else len(file.sent())
     return {
         "kept": n_kept,
-        "damaged": len(file.media) - n_here,
-        "not_kept": n_here - n_kept,
+        "damaged": len(file.media) - n_sound,
+        "not_kept": n_sound - n_kept,
     }
 
 
@@ -281,15 +290,16 @@ def _import_foreign(
     digest = store.foreign.enter(source.tokenizer)
     words = KnownWords(file.words, source.vocabulary, source.tokenizer, source.name)
     store.vocabularies.add_words(digest, scope, words)  # before the lock is held
-    sent = _sent(file, file.history) if keeps_media else []
-    with store.media.written(sent, scope) as media, store.locked():
+    found_here = _sent(store, file, file.history, scope, digest.hex()) if keeps_media else ([], 0)
+    sent, n_here = found_here
+    with store.media.written(sent, scope, checks=True) as media, store.locked():
         # Again: a gc in between would take the words for those of deleted chats.
         store.vocabularies.add_words(digest, scope, words)  # first: what is listed can be read
         added = store.foreign.add_history(file.history, scope, digest, since, media)
     store.vocabularies.add_words(digest, scope, words)  # unless another process's gc came between
     info = store.foreign.session(file.history.id, scope, digest.hex()).info
     found = _imported(info, added, replace(file.history, bases=()), set())
-    return found | {"media": _media_counts(file, len(media))}
+    return found | {"media": _media_counts(file, len(media) + n_here, keeps_media)}
 
 
 def _needs_its_model(file: TowerFile, model: SessionModel) -> InvalidRequest:

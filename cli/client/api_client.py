@@ -161,9 +161,11 @@ class ApiClient:
         parts = (each.partition("=") for each in told.get(MEDIA_HEADER, "").split(", "))
         return data, {name: int(n) for name, _, n in parts if n.isdecimal()}
 
-    def import_session(self, data: bytes, scope: str | None = None) -> Json:
+    def import_session(
+        self, data: bytes, scope: str | None = None, *, with_media: bool = True
+    ) -> Json:
         """Import the session of a `.tower` file: `session`, `added` (turns), `bases` and `media`."""
-        path, query = f"{OWN}/sessions/import", {"scope": scope}
+        path, query = f"{OWN}/sessions/import", {"scope": scope, "media": int(with_media)}
         return self._ask("POST", path, replies.ImportedShape, data, query, timeout_s=None)
 
     def shared_rm(self, what: Json) -> Json:

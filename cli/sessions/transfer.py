@@ -133,17 +133,17 @@ def import_(
     """Import the session of each FILE that towerctl export wrote."""
     from towerd.cli.output import echo_json, progress_lines
 
-    contents = [_read(path) for path in files]
-    if no_media:
-        from towerd import tower_file
-
-        contents = [tower_file.without_media(data) for data in contents]
     imported: list[Json] = []
     with connect(replace(target, model=model)) as backend, progress_lines(quiet=as_json) as lines:
         task = lines.add_task("importing", total=len(files))
-        for path, data in zip(files, contents, strict=True):
+        for path in files:
+            data = _read(path)
+            if no_media:
+                from towerd import tower_file
+
+                data = tower_file.without_media(data)
             try:
-                found = backend.import_session(data, scope)
+                found = backend.import_session(data, scope, with_media=not no_media)
             except TowerdError as error:
                 without = "" if no_media else _without_media(error)
                 message = error.message.rstrip(".") if without else error.message
@@ -245,11 +245,11 @@ def _said_of_media(media: Json) -> list[str]:
 
 
 def _without_media(error: TowerdError) -> str:
-    """What helps if a file is too large."""
-    too_large = (
-        isinstance(error, RemoteError) and error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-    )
-    return ": import it with --no-media, or raise --request-bytes-max." if too_large else ""
+    """What helps if a file is too large: for the body's limit, or for RAM, whose limit the daemon names."""
+    if not isinstance(error, RemoteError) or error.status != HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        return ""
+    is_body = "request body" in error.message
+    return ": import it with --no-media" + (", or raise --request-bytes-max." if is_body else ".")
 
 
 def _media(n: int) -> str:

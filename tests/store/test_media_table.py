@@ -167,6 +167,19 @@ def test_media_are_encrypted_with_their_store(tmp_path: Path) -> None:
         assert store.verify().ok
 
 
+def test_what_a_killed_import_left_leaves_first(tmp_path: Path) -> None:
+    """No picture of a session has to, where the room of those that no session has is enough."""
+    with Store.open(tmp_path, ROW_IDENTITY) as store:
+        commit(store, [1], ONE)
+        for n in range(4):
+            (tmp_path / "media" / f"{n:032x}").write_bytes(os.urandom(1 << 20))
+        (tmp_path / "notes").write_bytes(bytes(4 << 20))
+        store.disk.bytes_max = 8 << 20
+        store.disk.check()
+        assert [path.read_bytes() for path in files(tmp_path)] == [ONE.file]
+        assert store.media.file(row_of(store), ONE.key) == ONE.file
+
+
 def test_media_leave_before_a_turn_is_refused(tmp_path: Path) -> None:
     """The oldest first, when text needs the room of the limit; one for which there is none is not kept, but its turn is."""
     large = [SentMedium(bytes([n]) * 16, os.urandom(1 << 20)) for n in range(3)]

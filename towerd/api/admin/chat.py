@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from towerd.api.admin.sessions import ROW_MAX, in_either
 from towerd.api.http.body import BODIES
@@ -15,6 +15,7 @@ from towerd.api.http.keys import TENANT, service_of
 from towerd.api.http.media_type import media_type_of
 from towerd.api.http.numbers import numbers_of
 from towerd.api.http.reply import encode, raw_reply
+from towerd.api.http.sse import write_all
 from towerd.errors import NotFound
 from towerd.media_ids import spans_of
 from towerd.store import SessionInfo, Store
@@ -23,7 +24,6 @@ from towerd.store.sessions.media import KEY_BYTES, medium_key
 from towerd.store.tree.scope import tenant_of
 from towerd.tokens import Ids
 
-_PIECE_BYTES = 1 << 16
 _KEY = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")
 
 
@@ -70,10 +70,9 @@ async def get_medium(request: web.Request) -> web.StreamResponse:
     response.content_type = media_type_of(file) or "application/octet-stream"
     response.content_length = len(file)
     await response.prepare(request)
-    for at in range(
-        0, len(file), _PIECE_BYTES
-    ):  # what was claimed is held until its client has all of it
-        await response.write(file[at : at + _PIECE_BYTES])
+    if request.method == hdrs.METH_HEAD:
+        return response
+    await write_all(request, response, file)  # what was claimed is held until its client has it
     await response.write_eof()
     return response
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from functools import partial
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from towerd.api.admin.sessions import in_either
 from towerd.api.http.access import visible_scope
@@ -14,13 +14,14 @@ from towerd.api.http.body import BODIES, read_bytes
 from towerd.api.http.fields import integer_query
 from towerd.api.http.keys import CONFIG, TENANT, TRANSFER, service_of
 from towerd.api.http.reply import json_reply
+from towerd.api.http.room import bytes_to_import
+from towerd.api.http.sse import write_all
 from towerd.store import Store
 from towerd.store.sessions.foreign import ForeignSession
 from towerd.transfer import Export, export_foreign, export_session, import_session, kept_media
 
 log = logging.getLogger(__name__)
 
-_PIECE_BYTES = 1 << 16
 MEDIA_HEADER = "X-Towerd-Media"
 """Of an export: how many pictures and sounds it carries, and how many are left out."""
 
@@ -58,31 +59,29 @@ async def _sent(request: web.Request, store: Store, export: Export) -> web.Strea
     response.content_type = "application/octet-stream"
     response.content_length = export.n_bytes
     await response.prepare(request)
-    await _write(response, export.session)
+    if request.method == hdrs.METH_HEAD:
+        return response
+    await write_all(request, response, export.session)
     for each in export.files:
         data = await asyncio.to_thread(store.media.read, each)
         if data is None:  # whoever reads the file is told that it is damaged
             log.warning("a picture or sound left while its session was exported")
             data = bytes(each.n_bytes)
-        await _write(response, data)
+        await write_all(request, response, data)
         del data
     await response.write_eof()
     return response
 
 
-async def _write(response: web.StreamResponse, data: bytes) -> None:
-    for at in range(0, len(data), _PIECE_BYTES):
-        await response.write(data[at : at + _PIECE_BYTES])
-
-
 async def post_import(request: web.Request) -> web.Response:
     """Import the session of the `.tower` file in the body, for the caller's tenant; the owner may
-    name another with `?scope=`."""
+    name another with `?scope=`. `?media=0`: without its pictures and sounds."""
     service, transfer = service_of(request), request.app[TRANSFER]
     scope = visible_scope(request) or request[TENANT].scope
     since = service.store.deletions.watch()
-    keeps = request.app[CONFIG].keep_media
-    data = await read_bytes(request)
+    with_media = bool(integer_query(request, "media", 1, 0, 1))
+    keeps = request.app[CONFIG].keep_media and with_media
+    data = await read_bytes(request, bytes_to_import)
 
     def work() -> dict[str, object]:
         model = service.cold.coding.model()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from io import BytesIO
 from typing import Any
@@ -95,9 +95,9 @@ class Bodies:
         await wait_for_room(self.ram, n_bytes, in_turn, claim=True, what=what)
         request[CLAIMED] = request.get(CLAIMED, 0) + n_bytes
 
-    def needed(self, data: bytes) -> int:
-        """RAM that is to be claimed for a body that is there."""
-        return bytes_to_parse(data, self.ram.room) if self._parses else len(data)
+    def needed(self, data: bytes, taken: Callable[[bytes, int], int] = bytes_to_parse) -> int:
+        """RAM that is to be claimed for a body that is there. taken: by what is done with it, as `bytes_to_parse`"""
+        return taken(data, self.ram.room) if self._parses else len(data)
 
     def check(self, n_bytes: int) -> None:
         """Raises RequestTooBig for a body that there is never room for."""
@@ -211,9 +211,11 @@ async def peek_bytes(request: web.Request) -> bytes:
     return data
 
 
-async def read_bytes(request: web.Request) -> bytes:
+async def read_bytes(
+    request: web.Request, taken: Callable[[bytes, int], int] = bytes_to_parse
+) -> bytes:
     """The whole body, which counts among the `Bodies` until `release_body`, or the end of the
-    request. Raises what `iter_bytes` does, and Unavailable if other bodies take all the room."""
+    request. taken: see `Bodies.needed`. Raises what `iter_bytes` does, and Unavailable if other bodies take all the room."""
     if PEEKED in request:
         peeked = request[PEEKED]
         del request[PEEKED]
@@ -227,7 +229,7 @@ async def read_bytes(request: web.Request) -> bytes:
         data.write(chunk)
     whole = data.getvalue()  # not a copy: copying 64 MiB would block the loop for 50 ms
     if bodies.ram.is_limited:
-        await bodies.claim(request, bodies.needed(whole))
+        await bodies.claim(request, bodies.needed(whole, taken))
     return whole
 
 

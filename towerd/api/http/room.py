@@ -25,6 +25,8 @@ _PER_BYTE, _PER_VALUE, _PER_TEXT_BYTE, _PER_DECODED_BYTE = 4, 64, 42, 4
 decoded media: measured on texts, lists of numbers, and pictures."""
 _MEDIA = (b";base64,", b'"multimodal_data"', b'"input_audio"', b'"images"')
 """What a body with media has in it."""
+_SESSION_BYTES_AT = slice(5, 13)
+"""Where a `.tower` file says how many bytes its session has: see `towerd/tower_file.py`, which loads the codec."""
 _DECODED_PER_BYTE, _DECODED_FREE = 8192, 1 << 20
 """No picture is taken that is larger once it is decoded: `kPictureBytesPerByte` in towerd/wire/cpp/bounds.h."""
 
@@ -39,6 +41,15 @@ def bytes_to_parse(data: bytes, room: int) -> int:
     n_values = data.count(b",")
     n_text = min(max(0, len(data) - 2 * n_values), room // TEXT_SHARE)
     return _PER_BYTE * len(data) + _PER_VALUE * n_values + _PER_TEXT_BYTE * n_text
+
+
+def bytes_to_import(data: bytes, room: int) -> int:
+    """RAM that importing a `.tower` file takes beside its own bytes, at most: its session is text, and each picture or sound
+    behind it is there once more while it is written. room: as above"""
+    n_bytes = int.from_bytes(data[_SESSION_BYTES_AT], "little")
+    if n_bytes >= len(data):
+        return bytes_to_parse(data, room)
+    return bytes_to_parse(data[:n_bytes], room) + 2 * (len(data) - n_bytes)
 
 
 async def wait_for_room(

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from towerd.api.http.access import is_owner_socket
 from towerd.api.http.keys import LIMITS
@@ -42,10 +42,10 @@ class ClientStalled(ConnectionError):
 
 
 async def write_or_stall(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Write to a client, waiting for it up to `write_stall_s`.
+    """Write to a client, waiting for it up to `write_stall_s`. The reply to a HEAD has no body.
 
     Raises ClientStalled, ConnectionResetError."""
-    if not data:
+    if not data or request.method == hdrs.METH_HEAD:
         return
     if request.transport is not None and is_keeping_up(request.transport, data):
         await response.write(data)
@@ -57,6 +57,13 @@ async def write_or_stall(request: web.Request, response: web.StreamResponse, dat
         if request.transport is not None:
             request.transport.abort()
         raise ClientStalled("the client stopped reading") from None
+
+
+async def write_all(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Write a whole file to a client, waiting up to `write_stall_s` for each piece. Raises ClientStalled,
+    ConnectionResetError."""
+    for at in range(0, len(data), PIECE_BYTES):
+        await write_or_stall(request, response, data[at : at + PIECE_BYTES])
 
 
 def is_keeping_up(transport: asyncio.WriteTransport, data: bytes) -> bool:

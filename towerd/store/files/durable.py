@@ -79,12 +79,17 @@ def new_file(half: Path, final: Path, *, is_durable: bool = True) -> Iterator[in
 def make_durable(path: Path) -> None:
     """Make a file durable under its name, unless it was removed. Raises OSError."""
     with suppress(FileNotFoundError):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            sync(fd)
-        finally:
-            os.close(fd)
+        sync_file(path)
         sync_dir(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Make what a file holds durable, but not its name. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        sync(fd)
+    finally:
+        os.close(fd)
 
 
 def write_all(fd: int, data: memoryview, at: int) -> None:

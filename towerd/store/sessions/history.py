@@ -25,7 +25,7 @@ from towerd.store.tree.node import Node
 from towerd.store.tree.scope import public_of
 from towerd.tokens import ID_BYTES, Ids, common_prefix, ids_array
 
-MEDIA_MAX = 1 << 14
+MEDIA_MAX = 1 << 12
 """Maximum number of media that a history is exported with; the store's lock is held while they are entered."""
 _TURN = (
     "id",
@@ -299,9 +299,10 @@ def media_keys(history: History) -> set[bytes]:
         start = history.starts[place]
         if not (history.stream[start : start + turn.n - turn.n_shared] < 0).any():
             continue
-        ids = history.ids(place)
-        behind_text = np.flatnonzero(ids[: turn.n_shared] >= 0)[-1:]  # what is before is known
-        ids = ids[int(behind_text[0]) + 1 if len(behind_text) else 0 :]
+        ids, n_known = history.ids(place), turn.n_shared
+        if n_known and ids[n_known - 1] < 0:  # a medium may continue behind what is shared
+            n_known = int(np.flatnonzero(starts_of(ids[:n_known]))[-1])
+        ids = ids[n_known:]
         starts = np.flatnonzero(starts_of(ids))
         ids = ids[: starts[MEDIA_MAX]] if len(starts) > MEDIA_MAX else ids
         found |= {medium_key(ids[start:end]) for start, end in spans_of(ids)}

@@ -9,10 +9,11 @@ are not kept, and the oldest leave for `--disk-max`.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ from towerd.tokens import Ids, ids_bytes
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 16
+_GONE = "is damaged or missing"
+_MAY_BE_WHOLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO})
+"""Errors of the system's, after which a file may be read."""
 FILE_BYTES_MAX = 32 << 20
 """Larger ones are not kept: their client has them."""
 
@@ -100,11 +104,9 @@ class MediaTable:
         return _entry(rows[0]) if rows else None
 
     def read(self, entry: KeptMedium) -> bytes | None:
-        """What was sent; None: it is damaged or gone."""
-        with suppress(OSError, StateError):
-            data = bytes(self.state.directory.files.read(self._path(entry.name)))
-            if file_digest(data) == entry.digest:
-                return data
+        """What was sent; None: it is damaged or gone, or cannot be read now."""
+        with suppress(OSError):
+            return self._read(entry)
         return None
 
     def file(self, session: int, key: bytes) -> bytes | None:
@@ -115,26 +117,36 @@ class MediaTable:
     # --- keeping --------------------------------------------------------------------------
 
     @contextmanager
-    def written(self, media: Sequence[SentMedium], scope: str) -> Iterator[list[KeptMedium]]:
+    def written(
+        self, media: Sequence[SentMedium], scope: str, *, checks: bool = False
+    ) -> Iterator[list[KeptMedium]]:
         """Write the files of turns, durably, before their transaction: nothing removes them inside the block, and if it fails
-        they do not stay. What cannot be kept is left out. scope: of their session."""
+        they do not stay. What cannot be kept is left out. scope: of their session. checks: read those that are here
+        already; damaged ones are written again"""
         found: list[KeptMedium] = []
+        damaged: list[str] = []
         try:
             with ExitStack() as names:
-                of_digest: dict[bytes, str | None] = {}
-                for each in media:
-                    if not 0 < len(each.file) <= FILE_BYTES_MAX:
-                        continue
-                    digest = file_digest(each.file)
-                    if digest not in of_digest:
-                        of_digest[digest] = self._written(digest, each.file, scope, names)
-                    if name := of_digest[digest]:
+                sent = [each for each in media if 0 < len(each.file) <= FILE_BYTES_MAX]
+                digests = [file_digest(each.file) for each in sent]
+                new = {digest: each.file for digest, each in zip(digests, sent, strict=True)}
+                name_of: dict[bytes, str] = {}
+                for digest, data in list(new.items()):
+                    name = self._here(digest, len(data), scope, names, checks, damaged)
+                    if name is not None:
+                        name_of[digest] = name
+                        del new[digest]
+                name_of |= self._written(new, names)
+                for digest, each in zip(digests, sent, strict=True):
+                    if name := name_of.get(digest):
                         kept = KeptMedium(each.key, each.ordinal, name, digest, len(each.file))
                         found.append(kept)
                 yield found
         except BaseException:
             self._remove_unused({each.name for each in found})
             raise
+        if damaged:
+            self._remove_unused(damaged)
 
     # --- leaving --------------------------------------------------------------------------
 
@@ -158,7 +170,9 @@ class MediaTable:
         return len(orphans), self._remove_unused(path.name for path in orphans)
 
     def trim(self, n_bytes: int) -> None:
-        """Delete the oldest files, so many bytes at least."""
+        """Delete so many bytes at least: what no session has, as an import that was killed leaves it, and then the oldest
+        files."""
+        n_bytes -= self.sweep()[1]
         sql = "SELECT name, max(bytes) FROM media GROUP BY name ORDER BY max(created), name"
         gone = []
         with self.state.locked(), self.state.catalog.transaction():
@@ -171,50 +185,103 @@ class MediaTable:
         self._remove_unused(gone)
 
     def check(self, *, repair: bool) -> tuple[list[str], int]:
-        """What is damaged or missing, in sentences. repair: and is forgotten, so that it is kept when it is sent again; how
-        many files were set aside."""
+        """What is damaged, missing or cannot be read, in sentences. repair: what is damaged or missing is forgotten, so that it
+        is kept when it is sent again, unless a turn that comes now relies on it; how many files were set aside."""
         found, n_set_aside = [], 0
         with self.state.locked():
             rows = self.state.catalog.sealed("media", "1", ())
         for entry in {row["name"]: _entry(row) for row in rows}.values():
-            if self.read(entry) is None and self._is_used(entry.name):
-                found.append(f"media/{entry.name}: a picture or sound is damaged or missing")
-                if repair:
-                    n_set_aside += self.state.directory.set_aside(self._path(entry.name))
-                    self._forget(entry.name)
+            try:
+                if self._read(entry) is not None:
+                    continue
+                what = _GONE
+            except OSError as error:
+                what = f"cannot be read: {error.strerror}"
+            if not self._is_used(entry.name):
+                continue
+            found.append(f"media/{entry.name}: a picture or sound {what}")
+            if repair and what == _GONE and entry.name not in self.state.catalog.writing():
+                n_set_aside += self.state.directory.set_aside(self._path(entry.name))
+                self._forget(entry.name)
         return found, n_set_aside
 
-    def _written(self, digest: bytes, data: bytes, scope: str, names: ExitStack) -> str | None:
-        """The name of a file of this content, which stays as long as `names`; None: it cannot be kept."""
-        of, catalog = self.state.directory, self.state.catalog
+    def _here(
+        self,
+        digest: bytes,
+        n_bytes: int,
+        scope: str,
+        names: ExitStack,
+        checks: bool,
+        damaged: list[str],
+    ) -> str | None:
+        """The name of a file of this content that the tenant has, which stays as long as `names`. Adds those to `damaged`
+        that are."""
+        catalog = self.state.catalog
         sql = (
             "SELECT DISTINCT name, scope FROM media JOIN sessions ON pk = session WHERE digest = ?"
         )
         with self.state.locked():
             rows = catalog.rows(sql, (digest,))
-        for name, whose in rows:
-            if tenant_of(whose) == tenant_of(scope):
-                names.enter_context(catalog.being_written(name))
-                with suppress(OSError):
-                    if self._path(name).stat().st_size == of.files.disk_size(len(data)):
-                        return str(name)
-        name = secrets.token_hex(16)
-        names.enter_context(catalog.being_written(name))
+        for name in {name for name, whose in rows if tenant_of(whose) == tenant_of(scope)}:
+            names.enter_context(catalog.being_written(name))
+            with suppress(OSError):
+                is_sized = self._path(name).stat().st_size == self._disk_size(n_bytes)
+                entry = KeptMedium(b"", 0, name, digest, n_bytes)
+                if is_sized and (not checks or self.read(entry) is not None):
+                    return str(name)
+                damaged.append(name)
+        return None
+
+    def _written(self, files: Mapping[bytes, bytes], names: ExitStack) -> dict[bytes, str]:
+        """The names of these files, by digest, which are durable and stay as long as `names`. What cannot be kept is left
+        out."""
+        of, done = self.state.directory, dict[bytes, str]()
+        fits = not files or of.limit.make_room(sum(map(self._disk_size, map(len, files.values()))))
         try:
-            if of.limit.make_room(of.files.disk_size(len(data))):
-                self._write(name, memoryview(data))
-                return name
+            for digest, data in files.items():
+                if fits or of.limit.make_room(self._disk_size(len(data))):
+                    name = secrets.token_hex(16)
+                    names.enter_context(self.state.catalog.being_written(name))
+                    self._write(name, memoryview(data))
+                    done[digest] = name
         except StoreError as error:
             log.warning("a picture or sound is not kept", extra={"error": str(error)})
-        return None
+        try:
+            with durable.store_errors("pictures and sounds cannot be kept"):
+                for name in done.values():
+                    durable.sync_file(self._path(name))
+                if done:
+                    durable.sync_dir(of.media)
+        except StoreError as error:
+            log.warning("pictures and sounds are not kept", extra={"error": str(error)})
+            for name in done.values():
+                remove_file(self._path(name))
+            return {}
+        return done
 
     def _write(self, name: str, data: memoryview) -> None:
         of, folder = self.state.directory, self.state.directory.media
         with durable.store_errors("a picture or sound cannot be kept"):
             durable.make_dir(folder)
-            with of.files.create(of.tmp / name, folder / name, len(data)) as file:
+            half, final = of.tmp / name, folder / name
+            with of.files.create(half, final, len(data), is_durable=False) as file:
                 file.write(data, 0)
         of.writes.add("catalog", len(data))  # as all that a conversation consists of
+
+    def _disk_size(self, n_bytes: int) -> int:
+        return self.state.directory.files.disk_size(n_bytes)
+
+    def _read(self, entry: KeptMedium) -> bytes | None:
+        """What was sent; None: it is damaged or gone. Raises OSError if it may be whole and cannot be read now."""
+        try:
+            data = bytes(self.state.directory.files.read(self._path(entry.name)))
+        except StateError:
+            return None
+        except OSError as error:
+            if error.errno in _MAY_BE_WHOLE:
+                raise
+            return None
+        return data if file_digest(data) == entry.digest else None
 
     def _is_used(self, name: str) -> bool:
         with self.state.locked():
