@@ -16,6 +16,7 @@ from house_tenants import GUEST
 from programs import run_python
 from simulate import simulate
 
+from towerd import transfer
 from towerd.sessions.recorder import TurnRecorder
 from towerd.store import Store, Turn
 from towerd.store.catalog import database
@@ -32,7 +33,7 @@ from towerd.tiers.writer import RowsWriter
 
 SEEDS = 50
 PLANTED_SEEDS = 200
-FIRST_PLANTED = 45
+FIRST_PLANTED = 125
 """Of those with threads: of few seeds that find what is found seldom, some follow soon."""
 
 
@@ -290,7 +291,13 @@ def media_that_tenants_share(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(media, "tenant_of", lambda scope: "")
 
 
+def picture_that_an_import_replaces(patch: pytest.MonkeyPatch) -> None:
+    """A file says that a picture of a chat that is here is another one."""
+    patch.setattr(transfer, "_sent", lambda store, file, *rest: (file.sent(), 0))
+
+
 PLANTED_AMONG_THREADS = (
+    picture_that_an_import_replaces,
     a_tenant_forgotten_with_the_others,
     media_that_tenants_share,
     rows_that_a_flush_forgets,

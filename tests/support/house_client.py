@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from format_oracle import converted
-from house_foreign import ForeignChats
+from house_foreign import KNOWN_PICTURE, ForeignChats
 from simulated_disk import PowerLost
 from simulated_threads import done_without_loop
 from simulation import OTHERS_MARK, SCOPE, Tokens, codec, medium_name, named, path_ids
@@ -45,7 +45,6 @@ N_KINDS = 5
 """Of steps besides turns, in one life."""
 PREFIXES = [tuple(random.Random(n).randint(0, 2) for _ in range(n)) for n in (60, 150)]
 """What sessions begin with; of the longer one a part is re-encoded."""
-KNOWN_PICTURE = bytes(range(200))
 NOT_NOW = (SessionBusy, NotFound, SessionFrozen, InvalidRequest)
 """What other clients may cause."""
 KINDS = frozenset(
@@ -434,7 +433,15 @@ class Client:
 
     def _foreign(self) -> None:
         """Chats of another tokenizer."""
-        self.rng.choice((self._chats.bring, self._chats.read, self._chats.leave))()
+        self.rng.choice(
+            (
+                self._chats.bring,
+                self._chats.bring,
+                self._chats.bring_again,
+                self._chats.read,
+                self._chats.leave,
+            )
+        )()
 
     # --- rows -----------------------------------------------------------------------------
 
