@@ -16,7 +16,8 @@ OWN = {
 
 
 def as_llama_server(value: Any) -> Any:
-    """A JSON value without that; one whose response reached its limit is complete there."""
+    """A JSON value without that; a response that reached its limit, and its last item, are
+    complete there."""
     if isinstance(value, list | tuple):
         return type(value)(as_llama_server(item) for item in value)
     if not isinstance(value, dict):
@@ -27,4 +28,6 @@ def as_llama_server(value: Any) -> Any:
         assert is_cut == (value["incomplete_details"] is not None)
         value = {key: item for key, item in value.items() if key not in OWN}
         value |= {"status": "completed"} if is_cut else {}
+    elif value.get("status") == "incomplete":
+        value = value | {"status": "completed"}  # the item that was said when the limit came
     return {key: as_llama_server(item) for key, item in value.items()}
