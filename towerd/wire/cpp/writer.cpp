@@ -81,7 +81,7 @@ std::string Writer::partial(const Chunk & chunk) {
         describe(result, chunk.choice);
         result.content               = chunk.token.text_to_send;
         result.tokens                = {chunk.token.tok};
-        result.n_decoded             = n_shown(chunk);
+        result.n_decoded             = n_shown(chunk.choice, chunk.n_decoded);
         result.n_prompt_tokens       = chunk.n_prompt;
         result.n_prompt_tokens_cache = chunk.n_prompt_cached;
         result.stats                 = chunk.stats;
@@ -96,14 +96,14 @@ std::string Writer::partial(const Chunk & chunk) {
 }
 
 // llama-server begins a message or a response with its first token, which is not sent if it ends within a character.
-int32_t Writer::n_shown(const Chunk & chunk) {
+int32_t Writer::n_shown(size_t choice, int32_t n_decoded) {
     const auto type = request_->params().res_type;
     if (type == TASK_RESPONSE_TYPE_NONE) {
-        return chunk.n_decoded;  // its client sees it
+        return n_decoded;  // its client sees it
     }
-    const bool is_first = !has_begun_.at(chunk.choice);
-    has_begun_.at(chunk.choice) = true;
-    return is_first ? 1 : std::max(2, chunk.n_decoded);
+    const bool is_first = !has_begun_.at(choice);
+    has_begun_.at(choice) = true;
+    return is_first ? 1 : std::max(2, n_decoded);
 }
 
 std::string Writer::progress(size_t choice, int32_t total, int32_t cached, int32_t processed, int64_t time_ms) {
@@ -144,9 +144,7 @@ std::string Writer::final(Reply & reply, int id_slot, int32_t n_cached, const st
         server_task_result_cmpl_final result;
         describe(result, reply.choice());
         reply.fill(result);
-        if (params.stream) {
-            result.content = unsent(reply);
-        }
+        const std::string before = params.stream ? rest(reply, result) : "";
         check_depth(reply.choice(), result.content);
         result.id_slot           = id_slot;
         result.n_tokens_cached   = n_cached;
@@ -172,7 +170,7 @@ std::string Writer::final(Reply & reply, int id_slot, int32_t n_cached, const st
         }
         add_fields(data, extra);
         if (params.stream) {
-            return events(data);
+            return before + events(data);
         }
         keep(reply.choice(), std::move(data));
         return whole();
@@ -199,7 +197,7 @@ void Writer::show(json & data, const json & shown, stop_type stop) {
         for (const auto & [key, value] : shown.items()) {
             (*response)[key] = value;
         }
-        if (stop == STOP_TYPE_LIMIT) {
+        if (stop == STOP_TYPE_LIMIT && text_in(shown, "status").empty()) {
             (*response)["status"]             = "incomplete";
             (*response)["incomplete_details"] = json{{"reason", "max_output_tokens"}};
         }
@@ -218,6 +216,30 @@ std::string Writer::unsent(const Reply & reply) const {
     std::string       left = text.substr(std::min(text.size(), n));
     left.resize(validate_utf8(left));
     return left;
+}
+
+// A last event of text, since the final ones do not know which blocks and items are open; and the beginning of a reply
+// that ended within its first character.
+std::string Writer::rest(const Reply & reply, const server_task_result_cmpl_final & ended) {
+    const std::string left     = unsent(reply);
+    const auto        type     = request_->params().res_type;
+    const bool        begins   = type == TASK_RESPONSE_TYPE_OAI_CHAT || type == TASK_RESPONSE_TYPE_OAI_RESP ||
+                        type == TASK_RESPONSE_TYPE_ANTHROPIC;
+    const bool lacks_beginning = begins && !has_begun_.at(reply.choice()) && ended.n_decoded > 0;
+    if (left.empty() && !lacks_beginning) {
+        return "";
+    }
+    check_depth(reply.choice(), left);
+    server_task_result_cmpl_partial result;
+    describe(result, reply.choice());
+    result.content               = left;
+    result.n_decoded             = n_shown(reply.choice(), ended.n_decoded);
+    result.n_prompt_tokens       = ended.n_prompt_tokens;
+    result.n_prompt_tokens_cache = ended.n_prompt_tokens_cache;
+    result.update(states_.at(reply.choice()));
+    json data = result.to_json();
+    show(data, shown_);
+    return events(data);
 }
 
 std::string Writer::response_id(size_t choice) const {

@@ -43,7 +43,8 @@ private:
     std::string events(const json & data) const;
     void        keep(size_t choice, json data);
     std::string whole();
-    int32_t     n_shown(const Chunk & chunk);
+    int32_t     n_shown(size_t choice, int32_t n_decoded);
+    std::string rest(const Reply & reply, const server_task_result_cmpl_final & ended);
     std::string unsent(const Reply & reply) const;
     static void show(json & data, const json & shown, stop_type stop = STOP_TYPE_NONE);
     void        check_depth(size_t choice, const std::string & text);
