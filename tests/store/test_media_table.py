@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -254,6 +255,39 @@ def test_a_file_stays_for_each_turn_that_relies_on_it(tmp_path: Path) -> None:
             assert [each.name for each in kept] == [path.name]
         store.gc()
         assert files(tmp_path) == []
+
+
+def test_requests_at_the_limit_trim_once(tmp_path: Path) -> None:
+    """What is lacking, not each of them all of it."""
+    with Store.open(tmp_path, ROW_IDENTITY) as store:
+        for n in range(6):
+            commit(store, [n + 1], SentMedium(bytes([n]) * 16, os.urandom(1 << 20)), session=str(n))
+        limit, together = store.disk, threading.Barrier(4)
+        limit.bytes_max = (limit.use().text + limit.use().media - (1 << 19)) * 16 // 15
+
+        def trim(n_bytes: int) -> None:
+            with suppress(threading.BrokenBarrierError):
+                together.wait(1)  # for others that trim now, of which there are none
+            store.media.trim(n_bytes)
+
+        limit.media_leave_by(trim)
+        requests = [threading.Thread(target=limit.check) for _ in range(4)]
+        for each in requests:
+            each.start()
+        for each in requests:
+            each.join()
+        assert len(files(tmp_path)) == 5
+
+
+def test_what_left_since_the_last_look_is_not_trimmed(tmp_path: Path) -> None:
+    with Store.open(tmp_path, ROW_IDENTITY) as store:
+        commit(store, [1], ONE)
+        (tmp_path / "notes").write_bytes(bytes(8 << 20))
+        store.disk.bytes_max = 8 << 20
+        store.disk.use()
+        (tmp_path / "notes").unlink()
+        store.disk.check()
+        assert [path.read_bytes() for path in files(tmp_path)] == [ONE.file]
 
 
 def test_media_leave_before_a_turn_is_refused(tmp_path: Path) -> None:
