@@ -99,7 +99,8 @@ def _exported(
     from towerd.tower_file import CarriedMedium
 
     n_all = len(media)
-    media = [each for each in media if keys is None or each.key in keys][:MEDIA_MAX]
+    media = [each for each in media if keys is None or each.key in keys]
+    media = [each for each in media if each.ordinal < MEDIA_MAX][:MEDIA_MAX]  # as can be read back
     files: dict[bytes, KeptMedium | None] = {}
     for each in media:
         if files.get(each.digest) is None:
@@ -261,7 +262,12 @@ def _sent(
     row = store.media.session(history.id, scope, tokenizer) if sent else None
     if row is None:
         return sent, 0
-    lacked = [each for each in sent if store.media.file(row, each.key) is None]
+    wanted = {each.key for each in sent}
+    here = [each for each in store.media.entries(row) if each.key in wanted]
+    files = {each.name: each for each in here}  # of many media, maybe: each is read once
+    sound = {name for name, each in files.items() if store.media.read(each) is not None}
+    known = {each.key for each in here if each.name in sound}
+    lacked = [each for each in sent if each.key not in known]
     return lacked, len(sent) - len(lacked)
 
 
