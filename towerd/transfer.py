@@ -242,7 +242,7 @@ def import_session(
     history = file.whole(codec.vocabulary)
     with suppress(NotFound):
         thaw(store, codec, history.id, scope)
-    sent, n_here = _sent(store, file, history, scope) if keeps_media else ([], 0)
+    sent, n_here = lacked_media(store, file, history, scope) if keeps_media else ([], 0)
     with store.media.written(sent, scope, checks=True) as media:
         added = store.add_history(history, scope, since, media)
     here = {
@@ -252,7 +252,7 @@ def import_session(
     return found | {"media": _media_counts(file, len(media) + n_here, keeps_media)}
 
 
-def _sent(
+def lacked_media(
     store: Store, file: TowerFile, history: History, scope: str, tokenizer: str = ""
 ) -> tuple[list[SentMedium], int]:
     """The undamaged media of a file that its turns have and the session here lacks; and how many it has undamaged. Those
@@ -296,7 +296,9 @@ def _import_foreign(
     digest = store.foreign.enter(source.tokenizer)
     words = KnownWords(file.words, source.vocabulary, source.tokenizer, source.name)
     store.vocabularies.add_words(digest, scope, words)  # before the lock is held
-    found_here = _sent(store, file, file.history, scope, digest.hex()) if keeps_media else ([], 0)
+    found_here = (
+        lacked_media(store, file, file.history, scope, digest.hex()) if keeps_media else ([], 0)
+    )
     sent, n_here = found_here
     with store.media.written(sent, scope, checks=True) as media, store.locked():
         # Again: a gc in between would take the words for those of deleted chats.
