@@ -99,7 +99,8 @@ def _exported(
     from towerd.tower_file import CarriedMedium
 
     n_all = len(media)
-    media = [each for each in media if keys is None or each.key in keys][:MEDIA_MAX]
+    media = [each for each in media if keys is None or each.key in keys]
+    media = [each for each in media if each.ordinal < MEDIA_MAX][:MEDIA_MAX]  # as can be read back
     files: dict[bytes, KeptMedium | None] = {}
     for each in media:
         if files.get(each.digest) is None:
@@ -241,7 +242,7 @@ def import_session(
     history = file.whole(codec.vocabulary)
     with suppress(NotFound):
         thaw(store, codec, history.id, scope)
-    sent, n_here = _sent(store, file, history, scope) if keeps_media else ([], 0)
+    sent, n_here = lacked_media(store, file, history, scope) if keeps_media else ([], 0)
     with store.media.written(sent, scope, checks=True) as media:
         added = store.add_history(history, scope, since, media)
     here = {
@@ -251,7 +252,7 @@ def import_session(
     return found | {"media": _media_counts(file, len(media) + n_here, keeps_media)}
 
 
-def _sent(
+def lacked_media(
     store: Store, file: TowerFile, history: History, scope: str, tokenizer: str = ""
 ) -> tuple[list[SentMedium], int]:
     """The undamaged media of a file that its turns have and the session here lacks; and how many it has undamaged. Those
@@ -261,7 +262,12 @@ def _sent(
     row = store.media.session(history.id, scope, tokenizer) if sent else None
     if row is None:
         return sent, 0
-    lacked = [each for each in sent if store.media.file(row, each.key) is None]
+    wanted = {each.key for each in sent}
+    here = [each for each in store.media.entries(row) if each.key in wanted]
+    files = {each.name: each for each in here}  # of many media, maybe: each is read once
+    sound = {name for name, each in files.items() if store.media.read(each) is not None}
+    known = {each.key for each in here if each.name in sound}
+    lacked = [each for each in sent if each.key not in known]
     return lacked, len(sent) - len(lacked)
 
 
@@ -290,7 +296,9 @@ def _import_foreign(
     digest = store.foreign.enter(source.tokenizer)
     words = KnownWords(file.words, source.vocabulary, source.tokenizer, source.name)
     store.vocabularies.add_words(digest, scope, words)  # before the lock is held
-    found_here = _sent(store, file, file.history, scope, digest.hex()) if keeps_media else ([], 0)
+    found_here = (
+        lacked_media(store, file, file.history, scope, digest.hex()) if keeps_media else ([], 0)
+    )
     sent, n_here = found_here
     with store.media.written(sent, scope, checks=True) as media, store.locked():
         # Again: a gc in between would take the words for those of deleted chats.

@@ -18,7 +18,14 @@ from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold.coding import SessionModel
 from towerd.store import Store
 from towerd.store.catalog.vocabularies import KeptVocabulary
-from towerd.store.sessions.media import SentMedium, file_digest, medium_key
+from towerd.store.sessions.history import MEDIA_MAX
+from towerd.store.sessions.media import (
+    KeptMedium,
+    MediaTable,
+    SentMedium,
+    file_digest,
+    medium_key,
+)
 from towerd.transfer import Export, export_foreign, export_session, import_session
 
 SEEN = [-(1 << 31), -5, -6]
@@ -81,6 +88,41 @@ def test_a_picture_that_is_here_stays(
         found = import_session(store, there, lying(data), "local")
         assert found["media"] == {"kept": 1, "damaged": 0, "not_kept": 0}
         assert seen(store, digest) == PICTURE.file
+
+
+def test_a_shared_picture_is_read_once(
+    tmp_path: Path, here: SessionModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many media of an imported session are made of it."""
+    n, read, reads = 9, MediaTable.read, []
+    ids = [[-(1 << 31), -5, -6 - each] for each in range(n)]
+    media = [
+        replace(PICTURE, key=medium_key(np.array(each, np.int32)), ordinal=ordinal)
+        for ordinal, each in enumerate(ids)
+    ]
+
+    def counted(table: MediaTable, entry: KeptMedium) -> bytes | None:
+        reads.append(entry.name)
+        return read(table, entry)
+
+    with Store.open(tmp_path, ROW_IDENTITY) as store:
+        turn = turn_of([1, *(each for medium in ids for each in medium), 301], [2], session="chat")
+        store.commit_turn(replace(turn, media=media))
+        data = file_of(store, export_session(store, here, "chat", None, with_media=True))
+        monkeypatch.setattr(MediaTable, "read", counted)
+        found = import_session(store, here, data, "local")
+        assert found["media"] == {"kept": n, "damaged": 0, "not_kept": 0}
+        assert len(reads) == 1
+
+
+def test_what_a_file_cannot_say_is_left_out(tmp_path: Path, here: SessionModel) -> None:
+    """A medium of a picture that has more of them than a file may number."""
+    with Store.open(tmp_path, ROW_IDENTITY) as store:
+        turn = turn_of([1, 300, *SEEN, 301], [2], session="chat")
+        store.commit_turn(replace(turn, media=[replace(PICTURE, ordinal=MEDIA_MAX)]))
+        export = export_session(store, here, "chat", None, with_media=True)
+        assert (export.files, export.n_media, export.n_left_out) == ((), 0, 1)
+        assert tower_file.read(export.session).media == ()
 
 
 def _flip(path: Path) -> None:

@@ -4,6 +4,8 @@ never at the cost of a turn or of the disk's limit."""
 from __future__ import annotations
 
 import os
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from store_tools import ROW_IDENTITY, turn_of
 
 from towerd.errors import DiskLimitReached, InvalidRequest
 from towerd.store import Store
+from towerd.store.catalog.sqlite import SqliteCatalog
 from towerd.store.sessions.media import FILE_BYTES_MAX, SentMedium
 
 ONE, OTHER = (SentMedium(bytes([n]) * 16, b"picture %d " % n * 999) for n in (1, 2))
@@ -178,6 +181,113 @@ def test_what_a_killed_import_left_leaves_first(tmp_path: Path) -> None:
         store.disk.check()
         assert [path.read_bytes() for path in files(tmp_path)] == [ONE.file]
         assert store.media.file(row_of(store), ONE.key) == ONE.file
+
+
+def test_a_file_that_is_being_removed_is_not_relied_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a turn that finds it while the only session that has it is being deleted."""
+    is_removing, is_seen = threading.Event(), threading.Event()
+    begin, unlink, stat = SqliteCatalog.begin_file, Path.unlink, Path.stat
+    with Store.open(tmp_path, ROW_IDENTITY) as store:
+        commit(store, [1], ONE)
+        (shared,) = files(tmp_path)
+        deleting = threading.Thread(target=store.delete_session, args=("seen",))
+
+        def begun(catalog: SqliteCatalog, name: str) -> None:
+            if name == shared.name:
+                can_be_removed = not is_locked(store)
+                deleting.start()
+                assert not can_be_removed or is_removing.wait(9)
+            begin(catalog, name)
+
+        def unlinked(path: Path, missing_ok: bool = False) -> None:
+            if path == shared:
+                is_removing.set()
+                is_seen.wait(9)  # the turn has found it meanwhile
+            unlink(path, missing_ok)
+
+        def seen(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+            found = stat(path, follow_symlinks=follow_symlinks)
+            if path == shared and threading.current_thread() is threading.main_thread():
+                is_seen.set()
+            return found
+
+        monkeypatch.setattr(SqliteCatalog, "begin_file", begun)
+        monkeypatch.setattr(Path, "unlink", unlinked)
+        monkeypatch.setattr(Path, "stat", seen)
+        commit(store, [9], ONE, session="other")
+        deleting.join()
+        assert store.media.file(row_of(store, "other"), ONE.key) == ONE.file
+
+
+def is_locked(store: Store) -> bool:
+    """Whether the calling thread keeps others from the store's lock."""
+    free: list[bool] = []
+
+    def probe() -> None:
+        if store.state.catalog.lock.acquire(blocking=False):  # type: ignore[attr-defined]
+            store.state.catalog.lock.release()  # type: ignore[attr-defined]
+            free.append(True)
+
+    thread = threading.Thread(target=probe)
+    thread.start()
+    thread.join()
+    return not free
+
+
+def test_a_file_stays_for_each_turn_that_relies_on_it(tmp_path: Path) -> None:
+    """Though another one, which relied on it too, has ended; nothing trims it, and no repair."""
+    with Store.open(tmp_path, ROW_IDENTITY) as store:
+        commit(store, [1], ONE)
+        commit(store, [1, 4, 2], OTHER)
+        path = next(path for path in files(tmp_path) if path.read_bytes() == ONE.file)
+        with store.media.written([ONE], "local") as kept:
+            with store.media.written([ONE], "local"):
+                pass
+            store.media.trim(1)
+            assert files(tmp_path) == [path]
+            path.write_bytes(bytes(len(ONE.file)))
+            assert store.verify(repair=True).quarantined == 0
+            path.write_bytes(ONE.file)
+            store.delete_session("seen")
+            assert files(tmp_path) == [path]
+            assert [each.name for each in kept] == [path.name]
+        store.gc()
+        assert files(tmp_path) == []
+
+
+def test_requests_at_the_limit_trim_once(tmp_path: Path) -> None:
+    """What is lacking, not each of them all of it."""
+    with Store.open(tmp_path, ROW_IDENTITY) as store:
+        for n in range(6):
+            commit(store, [n + 1], SentMedium(bytes([n]) * 16, os.urandom(1 << 20)), session=str(n))
+        limit, together = store.disk, threading.Barrier(4)
+        limit.bytes_max = (limit.use().text + limit.use().media - (1 << 19)) * 16 // 15
+
+        def trim(n_bytes: int) -> None:
+            with suppress(threading.BrokenBarrierError):
+                together.wait(1)  # for others that trim now, of which there are none
+            store.media.trim(n_bytes)
+
+        limit.media_leave_by(trim)
+        requests = [threading.Thread(target=limit.check) for _ in range(4)]
+        for each in requests:
+            each.start()
+        for each in requests:
+            each.join()
+        assert len(files(tmp_path)) == 5
+
+
+def test_what_left_since_the_last_look_is_not_trimmed(tmp_path: Path) -> None:
+    with Store.open(tmp_path, ROW_IDENTITY) as store:
+        commit(store, [1], ONE)
+        (tmp_path / "notes").write_bytes(bytes(8 << 20))
+        store.disk.bytes_max = 8 << 20
+        store.disk.use()
+        (tmp_path / "notes").unlink()
+        store.disk.check()
+        assert [path.read_bytes() for path in files(tmp_path)] == [ONE.file]
 
 
 def test_media_leave_before_a_turn_is_refused(tmp_path: Path) -> None:

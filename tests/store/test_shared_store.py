@@ -27,6 +27,7 @@ from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.store.catalog.shared.remote import RemoteCatalog
 from towerd.store.catalog.sqlite import SqliteCatalog
 from towerd.store.rows.collect import drop_foreign
+from towerd.store.sessions.media import SentMedium
 from towerd.tiers.ranking import Ranking
 
 IDS = np.arange(1, 41, dtype=np.int32)
@@ -328,6 +329,23 @@ with store.locked(), store.state.growing() as growth:
     print("in a transaction", flush=True)
     sys.stdin.read()
 """
+
+
+def test_a_file_that_several_turns_rely_on_stays_for_each(shared: Shared) -> None:
+    """Whichever of them ends first, and whoever deletes the session that has it."""
+    one, other = shared.open(ROW_IDENTITY), shared.open(OTHER_MODEL)
+    picture = SentMedium(bytes(16), b"picture" * 999)
+    one.commit_turn(replace(turn_of([1], [2], session="seen"), media=[picture]))
+    (path,) = (shared.root / "media").iterdir()
+    with other.media.written([picture], "local") as kept:
+        for store in (one, other):
+            with store.media.written([picture], "local"):
+                pass
+        one.delete_session("seen")
+        assert path.exists()
+        assert [each.name for each in kept] == [path.name]
+    one.gc()
+    assert not path.exists()
 
 
 def test_a_killed_process_leaves_nothing_half_done(shared: Shared) -> None:

@@ -293,7 +293,7 @@ def media_that_tenants_share(patch: pytest.MonkeyPatch) -> None:
 
 def picture_that_an_import_replaces(patch: pytest.MonkeyPatch) -> None:
     """A file says that a picture of a chat that is here is another one."""
-    patch.setattr(transfer, "_sent", lambda store, file, *rest: (file.sent(), 0))
+    patch.setattr(transfer, "lacked_media", lambda store, file, *rest: (file.sent(), 0))
 
 
 PLANTED_AMONG_THREADS = (

@@ -254,11 +254,11 @@ class Catalog(ABC):
 
     @abstractmethod
     def begin_file(self, name: str) -> None:
-        """Add a name to `writing`. From any thread."""
+        """Add a name to `writing`, as often as it is begun. From any thread."""
 
     @abstractmethod
     def end_file(self, name: str) -> None:
-        """Remove a name from `writing`. From any thread."""
+        """Remove a name from `writing`, once it has ended as often as it was begun. From any thread."""
 
     @contextmanager
     def being_written(self, name: str) -> Iterator[None]:

@@ -6,6 +6,7 @@ import errno
 import logging
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
@@ -72,7 +73,8 @@ class SqliteCatalog(Catalog):
         self._is_doubtful = False
         """The database is damaged and could not be rebuilt at once."""
         self._is_closed = False
-        self._writing: set[str] = set()
+        self._writing = Counter[str]()
+        self._telling = threading.Lock()
         self._compacting = threading.Lock()
         """Taken before `lock`, which is free while a snapshot is written."""
         self._failure = ""
@@ -136,13 +138,17 @@ class SqliteCatalog(Catalog):
         self._recovered.append(recovered)
 
     def writing(self) -> Collection[str]:
-        return frozenset(self._writing)
+        with self._telling:
+            return frozenset(self._writing)
 
     def begin_file(self, name: str) -> None:
-        self._writing.add(name)
+        with self._telling:
+            self._writing[name] += 1
 
     def end_file(self, name: str) -> None:
-        self._writing.discard(name)
+        with self._telling:
+            self._writing[name] -= 1
+            self._writing = +self._writing  # without those at 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:

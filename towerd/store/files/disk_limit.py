@@ -60,6 +60,8 @@ class DiskLimit:
         self._folders = directory
         self._clock = clock
         self._lock = threading.Lock()
+        self._trimming = threading.Lock()
+        """Taken before the store's lock."""
         self._use = DiskUse(0, 0, 0, 0)
         self._due_s = float("-inf")
         self._evict: Callable[[int], None] = lambda bytes_max: None
@@ -101,8 +103,7 @@ class DiskLimit:
         it. Whether there is room then."""
         if not self.bytes_max:
             return True
-        with self._lock:
-            self._due_s = float("-inf")  # what was written since the last look counts
+        self._look_again()  # what was written since the last look counts
         self.trim_checkpoints()
         most = self.rows_bytes_max(self.bytes_max)
         if n_bytes > most:
@@ -143,15 +144,24 @@ class DiskLimit:
 
     def check(self) -> None:
         """Raises DiskLimitReached if what cannot leave takes all of it. Pictures and sounds leave before."""
-        if self.bytes_max and (left := self._left(self.use())) < 0 and self.use().media:
-            self._trim_media(-left)
-            with self._lock:
-                self._due_s = float("-inf")
+        if self._lacks_room_of_media():
+            with self._trimming:  # one request at a time: each would trim all that is lacking
+                if self._lacks_room_of_media():
+                    self._trim_media_now()
         if self.bytes_max and self._left(self.use()) < 0:
             raise DiskLimitReached(
                 f"Conversations, their index and journal need {self.use().text >> 20} MiB of the "
                 f"{self.bytes_max >> 20} MiB of --disk-max."
             )
+
+    def _lacks_room_of_media(self) -> bool:
+        return bool(self.bytes_max and self.use().media and self._left(self.use()) < 0)
+
+    def _trim_media_now(self) -> None:
+        self._look_again()  # what left since the last look counts
+        if (left := self._left(self.use())) < 0:
+            self._trim_media(-left)
+            self._look_again()
 
     def stats(self) -> dict[str, int | None]:
         """Gauges for /metrics and /towerd/v1/stats; None without a limit."""
@@ -165,6 +175,10 @@ class DiskLimit:
         """What text leaves for all else."""
         stays = use.text + use.media + (0 if self._trim_checkpoints else use.checkpoints)
         return self.bytes_max - self.spare_bytes - stays - self.unnamed_bytes
+
+    def _look_again(self) -> None:
+        with self._lock:
+            self._due_s = float("-inf")
 
     def _look(self) -> DiskUse:
         of = self._folders

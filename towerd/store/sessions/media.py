@@ -124,7 +124,7 @@ class MediaTable:
         they do not stay. What cannot be kept is left out. scope: of their session. checks: read those that are here
         already; damaged ones are written again"""
         found: list[KeptMedium] = []
-        damaged: list[str] = []
+        unused = set[str]()
         try:
             with ExitStack() as names:
                 sent = [each for each in media if 0 < len(each.file) <= FILE_BYTES_MAX]
@@ -132,7 +132,7 @@ class MediaTable:
                 new = {digest: each.file for digest, each in zip(digests, sent, strict=True)}
                 name_of: dict[bytes, str] = {}
                 for digest, data in list(new.items()):
-                    name = self._here(digest, len(data), scope, names, checks, damaged)
+                    name = self._here(digest, len(data), scope, names, checks, unused)
                     if name is not None:
                         name_of[digest] = name
                         del new[digest]
@@ -143,10 +143,10 @@ class MediaTable:
                         found.append(kept)
                 yield found
         except BaseException:
-            self._remove_unused({each.name for each in found})
+            self._remove_unused(unused | {each.name for each in found})
             raise
-        if damaged:
-            self._remove_unused(damaged)
+        if unused:
+            self._remove_unused(unused)
 
     # --- leaving --------------------------------------------------------------------------
 
@@ -176,9 +176,12 @@ class MediaTable:
         sql = "SELECT name, max(bytes) FROM media GROUP BY name ORDER BY max(created), name"
         gone = []
         with self.state.locked(), self.state.catalog.transaction():
+            writing = self.state.catalog.writing()  # turns that come now rely on these: they stay
             for name, size in self.state.catalog.rows(sql):
                 if n_bytes <= 0:
                     break
+                if name in writing:
+                    continue
                 n_bytes -= size
                 gone.append(name)
                 self.state.catalog.run("DELETE FROM media WHERE name = ?", (name,))
@@ -197,12 +200,13 @@ class MediaTable:
                 what = _GONE
             except OSError as error:
                 what = f"cannot be read: {error.strerror}"
-            if not self._is_used(entry.name):
-                continue
-            found.append(f"media/{entry.name}: a picture or sound {what}")
-            if repair and what == _GONE and entry.name not in self.state.catalog.writing():
-                n_set_aside += self.state.directory.set_aside(self._path(entry.name))
-                self._forget(entry.name)
+            with self.state.locked():  # a turn that comes now begins to rely on it before or after
+                if not self._is_used(entry.name):
+                    continue
+                found.append(f"media/{entry.name}: a picture or sound {what}")
+                if repair and what == _GONE and entry.name not in self.state.catalog.writing():
+                    n_set_aside += self.state.directory.set_aside(self._path(entry.name))
+                    self._forget(entry.name)
         return found, n_set_aside
 
     def _here(
@@ -212,24 +216,27 @@ class MediaTable:
         scope: str,
         names: ExitStack,
         checks: bool,
-        damaged: list[str],
+        unused: set[str],
     ) -> str | None:
-        """The name of a file of this content that the tenant has, which stays as long as `names`. Adds those to `damaged`
-        that are."""
+        """The name of a file of this content that the tenant has, which stays as long as `names`. Adds its others to
+        `unused`, such as damaged ones."""
         catalog = self.state.catalog
         sql = (
             "SELECT DISTINCT name, scope FROM media JOIN sessions ON pk = session WHERE digest = ?"
         )
         with self.state.locked():
             rows = catalog.rows(sql, (digest,))
-        for name in {name for name, whose in rows if tenant_of(whose) == tenant_of(scope)}:
-            names.enter_context(catalog.being_written(name))
+            known = {name for name, whose in rows if tenant_of(whose) == tenant_of(scope)}
+            for name in known:  # inside: what is removed is chosen and deleted under the lock
+                names.enter_context(catalog.being_written(name))
+        unused |= known
+        for name in known:
             with suppress(OSError):
                 is_sized = self._path(name).stat().st_size == self._disk_size(n_bytes)
                 entry = KeptMedium(b"", 0, name, digest, n_bytes)
                 if is_sized and (not checks or self.read(entry) is not None):
+                    unused.discard(name)
                     return str(name)
-                damaged.append(name)
         return None
 
     def _written(self, files: Mapping[bytes, bytes], names: ExitStack) -> dict[bytes, str]:

@@ -8,7 +8,7 @@ import socket
 import sqlite3
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ class CatalogBroker:
     def leave(self, client: BrokerClient) -> None:
         """Forget a client. Called in its turn."""
         self._clients.discard(client)
-        for name in client.names:
+        for name in client.names.elements():
             self.catalog.end_file(name)
 
     def tire(self) -> None:
@@ -148,7 +148,7 @@ class BrokerClient:
         self.unseen: defaultdict[str, set[Any]] = defaultdict(set)
         """Rows that other clients changed, by table, and what they told."""
         self.held: Collection[int] = ()
-        self.names: set[str] = set()
+        self.names = Counter[str]()
         self._broker, self._catalog = broker, catalog
         self._channel = Channel(sock)
         self._n_turns = 0
@@ -275,11 +275,12 @@ class BrokerClient:
             self._give_turn()
 
     def _begin_file(self, name: str) -> None:
-        self.names.add(name)
+        self.names[name] += 1
         self._catalog.begin_file(name)
 
     def _end_file(self, name: str) -> None:
-        self.names.discard(name)
+        self.names[name] -= 1
+        self.names = +self.names  # without those at 0
         self._catalog.end_file(name)
 
     def _take_turn(self) -> None:
