@@ -520,18 +520,35 @@ def test_a_response_is_continued_at_once(client_of: ClientOf, tmp_path: Path, en
     their order."""
     with Daemon(tmp_path / "d", "--ctx-size", "16384", "--engine", engine) as daemon:
         client = client_of(daemon)
+        long = ENDLESS | {"max_output_tokens": 400}  # a llama-server's context is the model's 512
         for turn in range(10):
-            id, read = cut_off(client, f"Story {turn}.", **ENDLESS)
+            id, read = cut_off(client, f"Story {turn}.", **long)
             then = ask(client, "And?", previous_response_id=id, max_output_tokens=2)
             items = said(client.responses.input_items.list(then.id, order="asc"))
             assert (items[0], items[2:]) == (f"Story {turn}.", ["And?"])
             assert items[1].startswith(read)
             made = client.conversations.create()
-            _, read = cut_off(client, "Cut.", conversation=made.id, **ENDLESS)
+            _, read = cut_off(client, "Cut.", conversation=made.id, **long)
             ask(client, "Next.", conversation=made.id, max_output_tokens=2)
             items = said(client.conversations.items.list(made.id, order="asc"))
             assert (items[0], items[2], len(items)) == ("Cut.", "Next.", 4)
             assert items[1].startswith(read)
+        assert daemon.stop() == 0, daemon.log
+
+
+def test_a_whole_reply_in_a_conversation_is_waited_for(client_of: ClientOf, tmp_path: Path) -> None:
+    """A request that comes while it is made follows it."""
+    with Daemon(tmp_path / "d", "--ctx-size", "16384", "--parallel", "2") as daemon:
+        client = client_of(daemon)
+        made = client.conversations.create()
+        asked: Any = {"conversation": made.id, "extra_body": {"ignore_eos": True}}
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(ask, client, "First.", max_output_tokens=100, **asked)
+            until(lambda: any(slot["is_processing"] for slot in daemon.get("/slots")))
+            then = ask(client, "Then.", max_output_tokens=2, **asked)
+            words = first.result().output_text
+        items = said(client.responses.input_items.list(then.id, order="asc"))
+        assert items == ["First.", words, "Then."]
         assert daemon.stop() == 0, daemon.log
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import CancelledError
+from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 from oracle import ask, check_integrity, settle, some_ids
 from services import OpenService
 
-from towerd.engine.base import GenerateRequest, LiveBudget, Piece
+from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Piece
 from towerd.engine.embedded.context.context import LlamaContext
 from towerd.engine.embedded.context.taps import Taps
+from towerd.engine.embedded.engine import EmbeddedGeneration
 from towerd.engine.embedded.live.job import Job, JobPhase
 from towerd.engine.embedded.live.live_set import BoundedSet, Observed
 from towerd.engine.embedded.live.parked import Parked, ParkedTowers
@@ -284,3 +286,30 @@ async def test_what_a_failed_request_said_is_kept(
         assert kept == [*some_ids(30).tolist(), *said]
         again = await ask(service, kept, 4)
         assert again.finish.reuse.prefill >= len(said)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+async def test_a_turn_is_told_although_its_request_is_not_released(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch, is_left: bool
+) -> None:
+    """Of one that was answered, and of one that was left: who waits for it does not wait for ever."""
+    async with service_on(bundled_model(), threads=1) as service:
+        release = EmbeddedGeneration.release
+
+        def failing(generation: EmbeddedGeneration) -> None:
+            release(generation)
+            raise RuntimeError("it is broken")
+
+        monkeypatch.setattr(EmbeddedGeneration, "release", failing)
+        turn: asyncio.Future[Finish | None] = asyncio.get_running_loop().create_future()
+        request = GenerateRequest(ids=some_ids(30), n_predict=400 if is_left else 4)
+        async with aclosing(service.sessions.run(request, turn=turn)) as running:
+            with nullcontext() if is_left else pytest.raises(RuntimeError):
+                async for event in running:
+                    if is_left and isinstance(event, Piece):
+                        break
+        await service.sessions.drain()
+        assert turn.done()
+        finish = turn.result()
+        assert finish is not None
+        assert [finish.session] == [each.id for each in service.store.sessions()]

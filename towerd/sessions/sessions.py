@@ -12,6 +12,7 @@ import enum
 import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ class RequestRun:
         return Ending.UNRECORDED if failed else Ending.RECORDED
 
     def settle(self, finish: Finish | None) -> None:
-        """Tell what was recorded of it."""
+        """Tell what was recorded of it; only the first call counts."""
         if self.turn is not None and not self.turn.done():
             self.turn.set_result(finish)
 
@@ -192,15 +193,16 @@ class Sessions:
         match run.ending:
             case Ending.NOT_RUN | Ending.UNRECORDED:
                 self._leave(run)
-                run.settle(None)
             case Ending.CUT_OFF:
                 self.see_through(self._record_cut_off(run))
             case Ending.LEFT_EARLY:
                 self.see_through(self._leave_recorded(run))
             case Ending.RECORDED:
+                assert run.recording is not None
+                finish = run.recording.result()
+                run.settle(finish)
                 self._leave(run)
-                if run.recording is not None:
-                    self._answered(run, run.recording.result())
+                self._answered(run, finish)
 
     def _answered(self, run: RequestRun, finish: Finish) -> None:
         """Tell of a recorded turn, and begin what is done in idle time."""
@@ -211,11 +213,14 @@ class Sessions:
             self._reevaluator.answered(run.request, finish, run.since)
 
     def _leave(self, run: RequestRun) -> None:
-        """Release what the request held. Rows that are not recorded by then are not kept."""
-        if run.generation is not None:
-            run.generation.release()
-        if run.use is not None:
-            run.use.leave()
+        """Release what the request held, and tell that nothing of it was recorded if nothing was told before: each
+        also if the others fail. Rows that are not recorded by then are not kept."""
+        with ExitStack() as ending:  # the last one is called first
+            ending.callback(run.settle, None)
+            if run.use is not None:
+                ending.callback(run.use.leave)
+            if run.generation is not None:
+                ending.callback(run.generation.release)
 
     async def _record_cut_off(self, run: RequestRun) -> None:
         """Cancel the request and record what was generated."""
@@ -228,7 +233,6 @@ class Sessions:
             log.error("an abandoned turn was not recorded", extra={"error": str(error)})
         finally:
             self._leave(run)
-            run.settle(None)  # unless it was recorded
 
     async def _leave_recorded(self, run: RequestRun) -> None:
         assert run.recording is not None
@@ -238,7 +242,6 @@ class Sessions:
             log.error("a turn was not recorded", extra={"error": str(error)})
         finally:
             self._leave(run)
-            run.settle(None)  # unless it was recorded
 
     async def _record(self, run: RequestRun, finish: Finish) -> Finish:
         """Commit the turn; a prompt without an answer is only kept as reusable tokens."""

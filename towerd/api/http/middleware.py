@@ -53,7 +53,7 @@ QUIET_PATHS = frozenset(
 )
 """What is read of these neither wakes a model nor keeps it from sleeping."""
 READ_BY_POST = "/api/show"
-"""As quiet."""
+"""A POST that only reads what is known of a model; as quiet as QUIET_PATHS."""
 ALWAYS_REFUSED = ("/api/create", "/api/copy", "/api/delete", "/api/push")
 BLOBS = "/api/blobs/"
 """What is always refused below it."""

@@ -141,7 +141,7 @@ async def _running(request: web.Request, task: Task, title: str) -> AsyncIterato
     under_way[task.wire.id] = task
     if task.began is None:
         task.began = service.store, service.sessions.recorder.watch_deletions()
-    end, names = "", task.streamed_names
+    end, names = "", task.known_names
     streamed = request.app[STREAMED].enter(request[TENANT].scope, names) if names else None
     try:
         async with fan_out(
@@ -163,7 +163,7 @@ async def _running(request: web.Request, task: Task, title: str) -> AsyncIterato
 
 async def _keep_rest(task: Task, streamed: StreamedResponse | None) -> None:
     if streamed is not None:
-        streamed.left()
+        streamed.stopped()
     try:
         await task.keep_rest()
     finally:

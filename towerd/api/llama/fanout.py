@@ -73,6 +73,6 @@ async def _run(sessions: Sessions, task: Task, waiting: Iterator[int], events: E
     since = None if task.began is None else task.began[1]
     for index in waiting:
         request = await task.request_of(index)
-        async with aclosing(sessions.run(request, since, task.turn_of(index))) as running:
+        async with aclosing(sessions.run(request, since, task.new_turn(index))) as running:
             async for event in running:
                 await events.queue.put((index, event))

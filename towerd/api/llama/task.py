@@ -238,7 +238,7 @@ class Task:
             next_prompt=choice.next_prompt,
         )
 
-    def turn_of(self, index: int) -> asyncio.Future[Finish | None] | None:
+    def new_turn(self, index: int) -> asyncio.Future[Finish | None] | None:
         """What is to get the turn of a choice that runs from now on; None: it does not matter here."""
         if self._pending is not None and self._pending.is_to_be_kept:
             self.choices[index].turn = asyncio.get_running_loop().create_future()
@@ -271,12 +271,15 @@ class Task:
         return data
 
     @property
-    def streamed_names(self) -> list[str]:
-        """The ids of the responses that it streams and keeps, and of their conversation."""
-        if self._pending is None or not self.wire.stream or not self._pending.is_to_be_kept:
+    def known_names(self) -> list[str]:
+        """What its client may continue before it has the whole reply: the ids of the responses that it streams and
+        keeps, and that of their conversation."""
+        if self._pending is None or not self._pending.is_to_be_kept:
             return []
-        ids = [self.writer.response_id(index) for index in range(len(self.choices))]
-        return ids + ([self._pending.conversation] if self._pending.conversation else [])
+        names = [self._pending.conversation] if self._pending.conversation else []
+        if self.wire.stream:
+            names += [self.writer.response_id(index) for index in range(len(self.choices))]
+        return names
 
     @property
     def has_more_to_keep(self) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -21,7 +21,7 @@ from towerd.api.http.fields import wrong_type
 from towerd.api.http.keys import CONFIG, LIMITS, TENANT, service_of
 from towerd.api.http.reply import encode
 from towerd.api.responses.items import checked_metadata, named_items
-from towerd.api.responses.streamed import LOOK_S, LOOK_S_MAX, STREAMED
+from towerd.api.responses.streamed import LOOK_S_MAX, STREAMED, StreamedResponses
 from towerd.errors import InvalidRequest, NotFound, NotSupported, TooLarge
 from towerd.store.sessions.conversations import ContextItem, ResponseContext
 from towerd.store.sessions.responses import NewResponse
@@ -75,9 +75,9 @@ class PendingResponse:
         own = asked.shown, scope, asked.is_kept
         if not asked.name:
             return cls(*own, ResponseContext(), asked.input, store), body
-        await request.app[STREAMED].wait(scope, asked.name)
-        is_alone = request.app[CONFIG].catalog_fd is None
-        context = await asked.found_context(store, scope, wait_s=0 if is_alone else LOOK_S_MAX)
+        is_alone, streamed = request.app[CONFIG].catalog_fd is None, request.app[STREAMED]
+        look_s = 0.0 if is_alone else LOOK_S_MAX
+        context = await asked.found_context(store, scope, streamed, look_s=look_s)
         n_bytes = sum(map(len, context.items))
         bytes_max = request.app[CONFIG].request_bytes_max
         if n_bytes + len(body) > bytes_max:
@@ -174,24 +174,18 @@ class _AskedContext:
         items = named_items(_input_items(fields) or ()) if is_kept or name else ()
         return cls(fields, field, name, is_kept, encode(shown), items)
 
-    async def found_context(self, store: Store, scope: str, *, wait_s: float) -> ResponseContext:
-        """As `context`, of a response that may appear within `wait_s`."""
-        until_s = time.monotonic() + wait_s
-        while True:
-            try:
-                return await asyncio.to_thread(self.context, store, scope)
-            except InvalidRequest as error:
-                is_unknown = error.extra.get("code") == NOT_FOUND
-                if not is_unknown or time.monotonic() >= until_s:
-                    raise
-            await asyncio.sleep(LOOK_S)
-
-    def context(self, store: Store, scope: str) -> ResponseContext:
-        """What it continues. Raises NotFound, and InvalidRequest as `ResponseTable.context`."""
+    async def found_context(
+        self, store: Store, scope: str, streamed: StreamedResponses, *, look_s: float
+    ) -> ResponseContext:
+        """What it continues, once that is kept. look_s: see `StreamedResponses.find`. Raises NotFound of a conversation,
+        and InvalidRequest of a response that is unknown, or as `ResponseTable.context`."""
+        responses = store.responses
         try:
             if self.field == "conversation":
-                return store.responses.conversations.context(scope, self.name)
-            return store.responses.context(scope, self.name)
+                await streamed.wait(scope, self.name)
+                return await asyncio.to_thread(responses.conversations.context, scope, self.name)
+            look = partial(asyncio.to_thread, responses.context, scope, self.name)
+            return await streamed.find(scope, self.name, look, look_s=look_s)
         except NotFound as error:
             if self.field == "conversation":
                 raise NotFound(error.message, param=self.field) from error

@@ -53,7 +53,8 @@ def main() -> int:
         die_with_parent(STDIN)
         start(config, lambda url, model: _tell_last(report, {}))
     except TowerdError as error:
-        _tell_last(report, {"error": error.message, "public": error.public, "kind": error.kind})
+        kinds = " ".join(each.__name__ for each in type(error).__mro__)
+        _tell_last(report, {"error": error.message, "public": error.public, "kinds": kinds})
         return 1
     return 0
 

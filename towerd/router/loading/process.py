@@ -166,7 +166,7 @@ class ModelProcess:
             )
         said = json.loads(line)
         for kind in (DiskFull, ServedAlready):
-            if said["kind"] == kind.kind:
+            if kind.__name__ in said["kinds"].split():
                 return kind(said["error"])
         public = said["public"].replace(str(self._config.model), name)
         return ModelError(said["error"], public=public)
