@@ -536,6 +536,10 @@ def test_a_response_is_continued_at_once(client_of: ClientOf, tmp_path: Path, en
         assert daemon.stop() == 0, daemon.log
 
 
+def is_processing(slot: dict[str, Any]) -> bool:
+    return bool(slot["is_processing"])
+
+
 def test_a_whole_reply_in_a_conversation_is_waited_for(client_of: ClientOf, tmp_path: Path) -> None:
     """A request that comes while it is made follows it."""
     with Daemon(tmp_path / "d", "--ctx-size", "16384", "--parallel", "2") as daemon:
@@ -543,8 +547,8 @@ def test_a_whole_reply_in_a_conversation_is_waited_for(client_of: ClientOf, tmp_
         made = client.conversations.create()
         asked: Any = {"conversation": made.id, "extra_body": {"ignore_eos": True}}
         with ThreadPoolExecutor() as pool:
-            first = pool.submit(ask, client, "First.", max_output_tokens=100, **asked)
-            until(lambda: any(slot["is_processing"] for slot in daemon.get("/slots")))
+            first = pool.submit(ask, client, "First.", max_output_tokens=50, **asked)
+            until(lambda: first.done() or any(map(is_processing, daemon.get("/slots"))))
             then = ask(client, "Then.", max_output_tokens=2, **asked)
             words = first.result().output_text
         items = said(client.responses.input_items.list(then.id, order="asc"))
