@@ -242,7 +242,7 @@ def import_session(
     history = file.whole(codec.vocabulary)
     with suppress(NotFound):
         thaw(store, codec, history.id, scope)
-    sent, n_here = lacked_media(store, file, history, scope) if keeps_media else ([], 0)
+    sent, n_here = lacked_media(store, file, history, scope, keeps_media)
     with store.media.written(sent, scope, checks=True) as media:
         added = store.add_history(history, scope, since, media)
     here = {
@@ -253,11 +253,19 @@ def import_session(
 
 
 def lacked_media(
-    store: Store, file: TowerFile, history: History, scope: str, tokenizer: str = ""
+    store: Store,
+    file: TowerFile,
+    history: History,
+    scope: str,
+    keeps_media: bool,
+    tokenizer: str = "",
 ) -> tuple[list[SentMedium], int]:
     """The undamaged media of a file that its turns have and the session here lacks; and how many it has undamaged. Those
-    stay: nothing in the file proves that its own are what the conversation was held about."""
-    keys = media_keys(history) if file.media else set()
+    stay: nothing in the file proves that its own are what the conversation was held about. None and 0 unless keeps_media.
+    tokenizer: see `MediaTable.session`"""
+    if not keeps_media or not file.media:
+        return [], 0
+    keys = media_keys(history)
     sent = [each for each in file.sent() if each.key in keys]
     row = store.media.session(history.id, scope, tokenizer) if sent else None
     if row is None:
@@ -296,10 +304,7 @@ def _import_foreign(
     digest = store.foreign.enter(source.tokenizer)
     words = KnownWords(file.words, source.vocabulary, source.tokenizer, source.name)
     store.vocabularies.add_words(digest, scope, words)  # before the lock is held
-    found_here = (
-        lacked_media(store, file, file.history, scope, digest.hex()) if keeps_media else ([], 0)
-    )
-    sent, n_here = found_here
+    sent, n_here = lacked_media(store, file, file.history, scope, keeps_media, digest.hex())
     with store.media.written(sent, scope, checks=True) as media, store.locked():
         # Again: a gc in between would take the words for those of deleted chats.
         store.vocabularies.add_words(digest, scope, words)  # first: what is listed can be read

@@ -455,12 +455,12 @@ class ApiClient:
         found: Json = self._checked(self._decode(reply, self._read(reply)), shape)
         return found
 
-    def _file(self, path: str) -> tuple[bytes, Mapping[str, str]]:
+    def _file(self, path: str) -> tuple[bytes, http.client.HTTPMessage]:
         """The bytes of a file, and the headers of the reply."""
         reply = self._send("GET", path, None, None)
         data = self._read(reply)
         if reply.headers.get_content_type() == "application/octet-stream":
-            return data, dict(reply.headers)
+            return data, reply.headers
         self._decode(reply, data)
         raise self._broken("it sent no file; is it a towerd?")
 

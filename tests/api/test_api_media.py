@@ -86,7 +86,8 @@ async def test_a_client_that_stops_reading_holds_no_ram(client: Client, path: st
     ram = client.app[room.RAM]
     before = ram.left()
     _, writer = await asyncio.open_connection(client.host, client.port, limit=4096)
-    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    assert isinstance(writer.transport, asyncio.ReadTransport)
+    writer.transport.pause_reading()
     writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     await until_async(lambda: before - ram.left() >= len(FILE))
     await until_async(lambda: ram.left() >= before)

@@ -9,7 +9,9 @@ import pytest
 from services import OpenService, opener
 
 from towerd.codec import Codec
+from towerd.codec.prior import file as prior
 from towerd.codec.vocabulary import GgufVocabulary
+from towerd.cold.coding import SessionModel
 from towerd.models.bundled import bundled_model
 
 
@@ -17,6 +19,18 @@ from towerd.models.bundled import bundled_model
 def codec() -> Iterator[Codec]:
     with GgufVocabulary(bundled_model()) as vocabulary:
         yield Codec(vocabulary)
+
+
+@pytest.fixture
+def here(codec: Codec) -> SessionModel:
+    return SessionModel("here.gguf", "hash", codec)
+
+
+@pytest.fixture
+def there() -> Iterator[SessionModel]:
+    """A model with another vocabulary."""
+    with GgufVocabulary(prior.PATH) as vocabulary:
+        yield SessionModel("there.gguf", "other", Codec(vocabulary))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ one. The oracles are the ids that were recorded, and their text from the vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from store_tools import OTHER_TOKENIZER, ROW_IDENTITY, turn_of
 
 from towerd import tower_file
 from towerd.codec import Codec
-from towerd.codec.prior import file
-from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import freeze
 from towerd.cold.coding import SessionModel
 from towerd.errors import InvalidRequest, NotFound, StoreError
@@ -30,18 +27,6 @@ FORMS = ("packed", "ranked", "text", "mix", "network")
 SAID = "Once upon a time there was a little girl who said: “hello, world” €5. ".encode()
 STRANGE = [2, 1, 5 + 0xE2, 400, 401, 2]
 """Control tokens, a byte that is no text, and what no tokenizer would write."""
-
-
-@pytest.fixture
-def here(codec: Codec) -> SessionModel:
-    return SessionModel("here.gguf", "hash", codec)
-
-
-@pytest.fixture
-def there() -> Iterator[SessionModel]:
-    """A model with another vocabulary."""
-    with GgufVocabulary(file.PATH) as vocabulary:
-        yield SessionModel("there.gguf", "other", Codec(vocabulary))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ mended."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +13,6 @@ from store_tools import OTHER_TOKENIZER, ROW_IDENTITY, turn_of
 
 from towerd import tower_file
 from towerd.codec import Codec
-from towerd.codec.prior import file as prior
-from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold.coding import SessionModel
 from towerd.store import Store
 from towerd.store.catalog.vocabularies import KeptVocabulary
@@ -31,18 +29,6 @@ from towerd.transfer import Export, export_foreign, export_session, import_sessi
 SEEN = [-(1 << 31), -5, -6]
 PICTURE = SentMedium(medium_key(np.array(SEEN, np.int32)), b"picture!" * 999)
 LIE = b"another picture"
-
-
-@pytest.fixture
-def here(codec: Codec) -> SessionModel:
-    return SessionModel("here.gguf", "hash", codec)
-
-
-@pytest.fixture
-def there() -> Iterator[SessionModel]:
-    """A model with another vocabulary."""
-    with GgufVocabulary(prior.PATH) as vocabulary:
-        yield SessionModel("there.gguf", "other", Codec(vocabulary))
 
 
 def talk(store: Store) -> None:

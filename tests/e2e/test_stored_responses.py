@@ -547,7 +547,7 @@ def test_a_whole_reply_in_a_conversation_is_waited_for(client_of: ClientOf, tmp_
         made = client.conversations.create()
         asked: Any = {"conversation": made.id, "extra_body": {"ignore_eos": True}}
         with ThreadPoolExecutor() as pool:
-            first = pool.submit(ask, client, "First.", max_output_tokens=50, **asked)
+            first = pool.submit(ask, client, "First.", max_output_tokens=16, **asked)
             until(lambda: first.done() or any(map(is_processing, daemon.get("/slots"))))
             then = ask(client, "Then.", max_output_tokens=2, **asked)
             words = first.result().output_text

@@ -451,12 +451,7 @@ class Writer:
         """The events of `prompt_progress`."""
 
     def final(
-        self,
-        reply: Reply,
-        id_slot: int,
-        n_cached: int,
-        extra: bytes,
-        shown: bytes = b"",
+        self, reply: Reply, id_slot: int, n_cached: int, extra: bytes, shown: bytes = b""
     ) -> bytes:
         """The events that close one choice of a stream. Without streaming, the whole response at
         the call for its last choice, and nothing before. n_cached: `tokens_cached`; extra: empty,
