@@ -56,6 +56,7 @@ def test_every_kind_is_read_from_text_and_from_toml(tmp_path: Path) -> None:
     toml = write_toml(
         tmp_path,
         'mlock = true\nmodel = "~/m.gguf"\nhot_bytes = "1.5GiB"\nrope_freq_base = 10000\n'
+        "warm_bytes = 1000\n"
         'cors_origins = ["https://a.example", "https://b.example"]\n'
         'api_keys = ["alice:secret-a", "secret-b"]\n',
     )
@@ -67,6 +68,7 @@ def test_every_kind_is_read_from_text_and_from_toml(tmp_path: Path) -> None:
             "TOWERD_MODEL": "~/m.gguf",
             "TOWERD_HOT_BYTES": "1536 MiB",
             "TOWERD_ROPE_FREQ_BASE": "1e4",
+            "TOWERD_WARM_BYTES": "1000",  # else a share of the disk, which others fill meanwhile
             "TOWERD_CORS_ORIGINS": "https://a.example,https://b.example",
             "TOWERD_API_KEYS": "alice:secret-a,secret-b",
         },
